@@ -42,7 +42,7 @@ from eval.data.prompts import check_suites
 from eval.records.measure_settings import BenchSettings, add_measure_options, to_settings
 from eval.records.result_folders import BENCH, own_folder, plain_name, short_name
 from eval.servers.openai_client import check_url
-from heads.core.contract import HEAD_TREE
+from heads.core.contract import HEAD_TREE, LOOKUP, split_draft
 
 DEFAULTS = BenchSettings()
 TREES_OF_SEVERAL = ("chain:5", "chain:3", HEAD_TREE)
@@ -112,7 +112,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.out and len(paths) == 1:
         check_card(options.out, "--out")
     check_suites(settings.prompts)
-    trained = [path for path in paths if not untrained_kind(path)]
+    folders = [split_draft(path)[1] for path in paths]
+    trained = [path for path in folders if not untrained_kind(path)]
     ours = [path for path in trained if not is_published(path)]  # these name their target
     for path in ours:
         read_config(find_head(path))  # raises UserError for one that is not there, before a target is loaded
@@ -148,12 +149,14 @@ def default_out(head: str) -> Path:
     from heads.registry import untrained_kind
     from heads.saved import find_head
 
-    if not untrained_kind(head) and not is_published(head):
+    match, path = split_draft(head)
+    if match is None and not untrained_kind(head) and not is_published(head):
         folder = Path(os.path.abspath(find_head(head)))  # without resolving links: their targets are not in the run
         if folder.name == "head" and (folder.parent / "recipe.yaml").is_file():
             return folder.parent / BENCH
-    name = os.path.abspath(head) if os.path.exists(head) else head
-    return Path("runs", plain_name(f"bench-{short_name(name)}"))
+    name = os.path.abspath(path) if os.path.exists(path) else path
+    lookup = "" if match is None else f"{LOOKUP}{match}+"
+    return Path("runs", plain_name(f"bench-{short_name(f'{lookup}{name}')}"))
 
 
 if __name__ == "__main__":

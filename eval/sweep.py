@@ -26,6 +26,7 @@ from eval.pages.texts import exact_cell
 from eval.records.measure_settings import to_settings
 from eval.records.result_folders import RESULTS, plain_name
 from eval.records.results import named_figures, read_results
+from heads.core.contract import split_draft
 from heads.core.errors import UserError
 from heads.core.files import is_file, read_given, write_json
 from heads.core.strict_settings import Count
@@ -98,7 +99,7 @@ def identity(options: Namespace) -> str:
     from heads.saved import weights_hash
 
     files = [Path(name).read_bytes() for name in split_prompts(to_settings(options).prompts) if is_file(name)]
-    facts = repr((sorted(vars(options).items()), weights_hash(options.heads[0]), files))
+    facts = repr((sorted(vars(options).items()), weights_hash(split_draft(options.heads[0])[1]), files))
     return hashlib.sha256(facts.encode()).hexdigest()[:8]
 
 

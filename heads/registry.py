@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from heads.blocks.block_heads import BLOCK_HEADS
+from heads.core.contract import split_draft
 from heads.core.errors import UserError
 from heads.formats import draft_model, eagle3, medusa, mtp
 from heads.formats.blocks import block_format
@@ -15,6 +16,7 @@ from heads.methods.eagle3 import Eagle3
 from heads.methods.medusa import Medusa
 from heads.methods.method_settings import METHODS
 from heads.methods.mtp import Mtp
+from heads.methods.two_drafts import LookupFirst
 from heads.methods.untrained import EarlyExit, Lookup
 from heads.targets.frozen_target import FrozenTarget
 
@@ -44,6 +46,8 @@ UNTRAINED: dict[str, type[Any]] = {"lookup": Lookup, "early_exit": EarlyExit}
 
 
 def kind_of(head: Any) -> str:
+    if isinstance(head, LookupFirst):
+        return f"lookup+{kind_of(head.head)}"
     kinds = {method.head: kind for kind, method in HEADS.items()} | {cls: kind for kind, cls in UNTRAINED.items()}
     return kinds[type(head)]
 
@@ -59,9 +63,9 @@ def build_head(kind: str, settings: dict[str, Any], target: FrozenTarget, token_
 
 
 def untrained_kind(text: str) -> str | None:
-    """Return the kind in a text such as `lookup:3`, or None if it has another form."""
+    """Return the kind in a text such as `lookup:3`, or None if it has another form or names a head, too."""
     kind, colon, _ = text.partition(":")
-    return kind if colon and kind in UNTRAINED else None
+    return kind if colon and kind in UNTRAINED and split_draft(text)[0] is None else None
 
 
 def build_untrained(text: str, target: FrozenTarget) -> Any:

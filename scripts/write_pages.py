@@ -39,6 +39,8 @@ PICTURE = RESULTS / "curve.svg"
 CURVES = "smollm2-long/*.json"
 """The records that the picture shows."""
 MARK = re.compile(r"(<!-- table: (\w+) (\S+) -->\n).*?(?=<!-- end -->)", re.DOTALL)
+DRAFTS = TITLES | {f"lookup+{kind}": f"prompt lookup or {title}" for kind, title in TITLES.items()}
+"""Kind of draft -> its title, in the order of the tables."""
 SUITES = {"gsm8k": "GSM8K", "humaneval": "HumanEval", "mt_bench": "MT-Bench", "python-heldout": "Python"}
 """Start of a suite's name -> its title."""
 GREEDY, MEAN = "greedy", "mean"
@@ -59,7 +61,7 @@ class Records:
             suites = [suite_name(name) for name in record.settings.suites]
             for m in record.measurements:
                 head = record.head_of(m)
-                method = TITLES[head.kind] + f", {variant}" * bool(variant)
+                method = DRAFTS[head.kind] + f", {variant}" * bool(variant)
                 self.heads.setdefault(method, head)
                 way = texts.sampling_text(m.temperature)
                 way += ", ratio" * (m.rule == "ratio" and m.temperature > 0) + ", served" * (record.server is not None)
@@ -70,7 +72,7 @@ class Records:
         self.suites = list(dict.fromkeys(title for parts in self.by_suite.values() for title in parts))
         self.suites.sort(key=lambda title: [*SUITES.values(), title].index(title))
         self.average = MEAN if len(self.suites) > 1 else self.suites[0]
-        order = list(TITLES.values())
+        order = list(DRAFTS.values())
         rows = dict.fromkeys((method, draft) for method, draft, _ in self.pooled)
         self.rows = sorted(rows, key=lambda row: (order.index(row[0].partition(",")[0]), row[0]))
 
@@ -208,7 +210,7 @@ def curve_chart(pattern: str) -> "Chart":
 
     runs: dict[str, list[Point]] = {}
     for record in (read_results(path) for path in sorted(RESULTS.glob(pattern))):
-        runs |= {TITLES[head.kind]: head.curve for head in record.heads if head.curve}
+        runs |= {DRAFTS[head.kind]: head.curve for head in record.heads if head.curve}
         level = next(m.tau.mean for m in record.measurements if record.head_of(m).kind == "lookup")
     ends = {method: (points[0], points[-1]) for method, points in runs.items()}
     said = [

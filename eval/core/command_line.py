@@ -113,7 +113,10 @@ def add_target_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-HEAD_HELP = "a run's folder, a head's folder or a Hub id; or lookup:NGRAM, early_exit:LAYERS, which need --target"
+HEAD_HELP = (
+    "a run's folder, a head's folder or a Hub id; or lookup:NGRAM, early_exit:LAYERS, which need --target; or "
+    "lookup:M+HEAD: prompt lookup after a match of M tokens, else the head"
+)
 
 
 def add_head_options(parser: argparse.ArgumentParser, *, several: bool = False) -> None:

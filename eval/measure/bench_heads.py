@@ -23,6 +23,7 @@ from eval.runtime.graph import is_out_of_memory
 from heads.core.contract import HEAD_TREE, Drafter
 from heads.core.errors import UserError, first_line
 from heads.core.tree import TreeShape, parse_shape
+from heads.methods.two_drafts import LookupFirst
 from heads.registry import untrained_kind
 from heads.targets.frozen_target import FrozenTarget
 
@@ -136,7 +137,8 @@ def measure_point(
         searches = [search_drafts(target, head, prompts, temperature, settings) for head in heads if settings.is_auto]
         proposed = [[*map(parse_shape, search.proposed)] for search in searches] or [[] for _ in heads]
         pairs = [(n, shape) for n, named in enumerate(shapes) for shape in dict.fromkeys([*named, *proposed[n]])]
-        drafts = [(heads[n], shape) for n, shape in pairs]
+        fitted = [at_best_match(*pair) for pair in zip(heads, searches, strict=True)] if searches else heads
+        drafts = [(fitted[n], shape) for n, shape in pairs]
         result = compare(target, drafts, prompts, temperature, settings, where, phases=settings.timing)
         fresh, unrepeatable = judge(result, tokenizer, [n for n, _ in pairs])
         if (first := so_far.plain.get((context, temperature))) is None:
@@ -151,6 +153,13 @@ def measure_point(
             m.figures = m.figures.model_copy(update=point)
         so_far.measured += fresh
         so_far.unrepeatable += unrepeatable
+
+
+def at_best_match(head: Drafter, search: Search) -> Drafter:
+    """Return a head behind a lookup with the length of a match that a search found; any other head as it is."""
+    if not isinstance(head, LookupFirst) or search.least_match is None:
+        return head
+    return head.after(search.least_match)
 
 
 def fitting_shapes(head: Drafter, path: str, target: FrozenTarget, settings: BenchSettings) -> list[TreeShape]:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from eval.core.command_line import AUTO
 from eval.data.prompts import Prompt, spread
-from eval.measure.compare import check_decoded, compare
+from eval.measure.compare import Draft, check_decoded, compare
 from eval.records.measure_settings import BenchSettings
 from eval.records.metrics import rate_ratio, tau
 from eval.records.schema import Look, Measurement, Search
@@ -19,6 +19,7 @@ from eval.runtime.sampling_params import check_rule
 from heads.core.contract import Drafter
 from heads.core.errors import UserError
 from heads.core.tree import TreeShape, parse_shape
+from heads.methods.two_drafts import LookupFirst
 from heads.targets.frozen_target import FrozenTarget
 
 GRID = (
@@ -26,6 +27,8 @@ GRID = (
     *("tree:2x2x7", "tree:2x4x12", "tree:3x2x8", "tree:3x4x16", "tree:4x4x24"),
     *("tree:5x4x16", "tree:5x8x32", "tree:6x4x32", "tree:8x4x24", "tree:8x8x64"),
 )
+MATCHES = (1, 2, 3, 4, 6)
+"""Lengths of a match from which a lookup may draft before a head."""
 LARGEST_TREE = 64
 """Number of nodes of the largest tree of the grid."""
 FINALISTS = 4
@@ -43,14 +46,20 @@ def search_drafts(
     looks: dict[str, Look] = {}
     count = max(FIRST_PROMPTS, settings.batch_size)
     while len(finalists) > FINALISTS:
-        for look in look_at(target, head, finalists, spread(prompts, count), temperature, settings):
+        drafts = [(head, shape) for shape in finalists]
+        for look in look_at(target, drafts, spread(prompts, count), temperature, settings):
             looks[look.tree] = look
         finalists.sort(key=lambda shape: -looks[shape.text].speedup)
         finalists = finalists[: max(FINALISTS, len(finalists) // 2)]
         count *= 2
+    matches: list[Look] = []
+    if isinstance(head, LookupFirst):
+        drafts = [(head.after(match), finalists[0]) for match in sorted({*MATCHES, head.match})]
+        matches = look_at(target, drafts, spread(prompts, count), temperature, settings)
     return Search(
         temperature=temperature,
         curve=list(looks.values()),
+        matches=matches,
         proposed=[shape.text for shape in finalists],
         measured={},
         unreliable=[],
@@ -73,17 +82,16 @@ def choose_draft(search: Search, measurements: Iterable[Measurement]) -> None:
 
 def look_at(
     target: FrozenTarget,
-    head: Drafter,
-    shapes: Sequence[TreeShape],
+    drafts: Sequence[Draft],
     prompts: Sequence[Prompt],
     temperature: float,
     settings: BenchSettings,
 ) -> list[Look]:
-    """Decode a few prompts once with each shape, in turns with plain decoding. Speedups on so few prompts rank drafts
+    """Decode a few prompts once with each draft, in turns with plain decoding. Speedups on so few prompts rank drafts
     and are not printed."""
     tokens = min(settings.max_new_tokens, LOOK_TOKENS)
     brief = settings.model_copy(update={"max_new_tokens": tokens, "repeats": 1})
-    drafts, where = [(head, shape) for shape in shapes], f", a search on {len(prompts)} prompts"
+    where = f", a search on {len(prompts)} prompts"
     comparison = compare(target, drafts, prompts, temperature, brief, where, phases=False)
     check_decoded(comparison.plain.outputs[0].values(), f"--tree {AUTO}, on the first {len(prompts)} prompts")
     turns = comparison.timed_turns(range(len(comparison.units)))
@@ -97,8 +105,9 @@ def look_at(
             tokens=tau(list(variant.outputs[0].values())),
             speedup=rate_ratio(comparison.rate(variant, turns), plain),
             prompts=len(prompts),
+            least_match=head.match if isinstance(head, LookupFirst) else None,
         )
-        for shape, variant in zip(shapes, comparison.drafting, strict=True)
+        for (head, shape), variant in zip(drafts, comparison.drafting, strict=True)
     ]
 
 

@@ -42,6 +42,7 @@ from eval.runtime.engine import PHASES, Output
 from eval.runtime.near_ties import check_near_tie, first_difference
 from eval.runtime.request import Detokenizer, Request
 from heads.kernels.gumbel import gumbel
+from heads.methods.two_drafts import LookupFirst
 from heads.targets.frozen_target import FrozenTarget
 
 NUM_SAMPLES = 4
@@ -209,6 +210,9 @@ def figures(
         undecoded=sum(len(output.tokens) == 1 for output in outputs),
         draft_bytes=sum(bytes_read(variant.engine)),
     )
+    if isinstance(head := variant.engine.head, LookupFirst):
+        measurement.lookup = metrics.use_of_lookup(outputs)
+        measurement.least_match = head.match
     if comparison.breakdowns:
         add_speeds(measurement, comparison, variant, units, is_exact=identical == len(indices))
     return measurement
@@ -221,7 +225,8 @@ def add_speeds(
     turns, timed = comparison.turns(units), comparison.timed_turns(units)
     plain, drafted = (comparison.rate(who, timed) for who in (comparison.plain, variant))
     plain_steps, rounds = (spread_ms(who.round_seconds(timed)) for who in (comparison.plain, variant))
-    phases = comparison.breakdowns[comparison.drafting.index(variant)]
+    phases = dict(comparison.breakdowns[comparison.drafting.index(variant)])
+    phases["draft"] *= head_share(comparison, variant, units)
     measurement.turns = Turns(timed=len(timed), left_out=len(turns) - len(timed))
     measurement.baseline = Baseline(
         tokens_per_second=metrics.tokens_per_second(*plain),
@@ -250,6 +255,19 @@ def add_speeds(
             tokens=min(sum(plain[0]), sum(drafted[0])),
         )
         measurement.speedup.reliable = why_unreliable(measurement) is None
+
+
+def head_share(comparison: Comparison, variant: Variant, units: Sequence[int]) -> float:
+    """Return the share of the rounds of some units that ran the head. On a CPU those in which a lookup drafts for every
+    row do not."""
+    if not (isinstance(variant.engine.head, LookupFirst) and variant.engine.on_host):
+        return 1.0
+    ran = total = 0
+    for unit in units:
+        outputs = [variant.outputs[0][i] for i in comparison.units[unit]]
+        ran += len({o.first_round + n for o in outputs for n, copied in enumerate(o.copied) if not copied})
+        total += variant.timings[0][unit].rounds
+    return ran / max(total, 1)
 
 
 def spread_ms(seconds: Sequence[float]) -> Spread:

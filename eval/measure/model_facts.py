@@ -11,11 +11,12 @@ from torch import nn
 from eval.records.draft_schedule import draft_schedule
 from eval.records.results import read_curve
 from eval.records.schema import HEAD, TARGET, Head, HeadConfig, Measurement, Origin, Point, Target
-from heads.core.contract import Drafter
+from heads.core.contract import Drafter, split_draft
 from heads.core.engines import ENGINES
 from heads.core.errors import UserError
 from heads.core.strict_settings import Settings
-from heads.formats.engine_folder import Verdict, why_unserved
+from heads.formats.engine_folder import Verdict, behind_lookup, why_unserved
+from heads.methods.two_drafts import LookupFirst
 from heads.registry import kind_of
 from heads.saved import check_loaders, find_head, read_config, trained_depth, weights_hash
 from heads.targets.frozen_target import FrozenTarget
@@ -50,22 +51,24 @@ def head_facts(
     """Return the identity and the size of the head. Weights that it shares with the target do not count. `name`: of one
     of several heads. `measurements`, `chosen`: as of `engine_verdicts`, for the command with which an engine serves
     it."""
-    trained = None if head.is_borrowed else head
+    match, folder = split_draft(path)
+    own = head.head if isinstance(head, LookupFirst) else head
+    trained = None if own.is_borrowed else own
     config: Any = getattr(trained, "config", None)
     provenance: dict[str, Any] = {}
     curve: list[Point] = []
     unserved = serve = None
     with suppress(UserError):  # an untrained draft, or a head of others
-        provenance = read_config(find_head(path))["provenance"]
-        curve = read_curve(find_head(path).parent / "metrics.jsonl")
-        engines = engine_verdicts(path, measurements, chosen, name=HEAD, base=TARGET)
+        provenance = read_config(find_head(folder))["provenance"]
+        curve = read_curve(find_head(folder).parent / "metrics.jsonl")
+        engines = engine_verdicts(folder, measurements, chosen, name=HEAD, base=TARGET, match=match)
         unserved = why_unserved(engines)
         serve = next((engine.shown for engine in engines if engine.reader in ENGINES and engine.serves), None)
     tokens, step, steps = (provenance.get(key) for key in ("tokens", "step", "steps"))
     facts = Head(
         kind=kind_of(head),
         path=path,
-        sha256=weights_hash(path),
+        sha256=weights_hash(folder),
         parameters=num_parameters(trained) if isinstance(trained, nn.Module) else 0,
         trained_tokens=tokens,
         aux_layer_ids=list(head.aux_layer_ids),
@@ -91,17 +94,28 @@ def data_of(provenance: dict[str, Any]) -> dict[str, Any]:
 
 
 def engine_verdicts(
-    path: str | Path, measurements: Sequence[Measurement], chosen: int, *, name: str, base: str
+    path: str | Path,
+    measurements: Sequence[Measurement],
+    chosen: int,
+    *,
+    name: str,
+    base: str,
+    match: int | None = None,
 ) -> list[Verdict]:
     """Return the verdict of each engine's check of a head, with as many draft tokens as in the measurement `chosen`, or
-    by load as in all of them. If there are none, the number is that of the training."""
+    by load as in all of them. If there are none, the number is that of the training. `match`: of a head behind a lookup
+    after a match of so many tokens, unless that measurement had another length."""
     record = read_config(find_head(path))
     schedule = [step[:3] for step in draft_schedule(measurements, measurements[chosen])] if measurements else []
     depth = max((drafts for *_, drafts in schedule), default=measurements[chosen].depth if measurements else 0)
     depth = depth or trained_depth(record) or STEPS
     modules = record["config"].get("num_modules", 1)  # vLLM drafts with all of them, once or several times
     steps = max(depth // modules, 1) * modules
-    return check_loaders(path, name=name, base=base, steps=steps, schedule=schedule)
+    verdicts = check_loaders(path, name=name, base=base, steps=steps, schedule=schedule)
+    if match is None:
+        return verdicts
+    match = (measurements[chosen].least_match if measurements else None) or match
+    return [behind_lookup(verdict, match, steps) for verdict in verdicts]
 
 
 def num_parameters(module: nn.Module) -> int:

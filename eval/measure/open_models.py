@@ -18,8 +18,9 @@ from eval.data.prompts import Prompt, follow_up, load_prompts, split_prompts, wi
 from eval.measure.machine import setup_line
 from eval.records.measure_settings import BenchSettings
 from eval.runtime.engine import Engine, EngineOptions, Request
-from heads.core.contract import Drafter
+from heads.core.contract import Drafter, split_draft
 from heads.core.errors import UserError
+from heads.methods.two_drafts import LookupFirst
 from heads.published import is_published, open_any
 from heads.registry import build_untrained, untrained_kind
 from heads.saved import find_head, read_config
@@ -43,6 +44,7 @@ def open_head(options: argparse.Namespace) -> Opened:
 def open_target_of(head: str, options: argparse.Namespace) -> tuple[FrozenTarget, PreTrainedTokenizerBase]:
     """Load the target of a head. Options that are not given are those of its training. Raise
     UserError if neither the command line nor the head names the target."""
+    _, head = split_draft(head)
     if untrained_kind(head) or is_published(head):
         if not options.target:
             raise UserError(f"{head}: does not name its target; give --target")
@@ -60,8 +62,11 @@ def open_target_of(head: str, options: argparse.Namespace) -> tuple[FrozenTarget
 
 
 def fitting_head(head: str, target: FrozenTarget) -> Drafter:
-    """Return the head with this name or path, trained or untrained. Raise UserError if it was trained for another
-    target."""
+    """Return the draft with this name or path: a head, trained or untrained, or a lookup and a head. Raise UserError if
+    it was trained for another target."""
+    match, path = split_draft(head)
+    if match is not None:
+        return LookupFirst(match, fitting_head(path, target), target.device)
     if untrained_kind(head):
         return cast(Drafter, build_untrained(head, target))
     drafter = cast(Drafter, open_any(head, target).to(device=target.device, dtype=target.dtype).eval())

@@ -7,7 +7,8 @@
 Each phase is timed separately; on a GPU, in a CUDA graph. What a round takes beyond the sum of its phases are gaps.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -119,11 +120,25 @@ def parts_of(engine: Engine, length: int, bandwidth: float) -> list[RooflinePart
     ]
 
 
+@contextmanager
+def whole_drafts(engine: Engine) -> Iterator[None]:
+    """Let the head run all its passes (`Drafter.skips`)."""
+    head = engine.head
+    if head is None or not head.skips:
+        yield
+        return
+    head.skips = False
+    try:
+        yield
+    finally:
+        head.skips = True
+
+
 @torch.inference_mode()
 def bytes_read(engine: Engine) -> tuple[int, int]:
     """Return the bytes of weights that products read to draft and to commit, counted in a round that changes no row."""
     decoder = engine.decoder
-    with preserved(decoder.state):
+    with preserved(decoder.state), whole_drafts(engine):
         decoder.state.done.fill_(True)
         before = Product.bytes_read
         proposal = decoder.propose()
@@ -149,7 +164,7 @@ def phase_seconds(engine: Engine, extent: int) -> dict[str, float]:
         "accept": lambda: decoder.rule.accept(*verified),
         "commit": lambda: decoder.commit(proposal, acceptance, features),
     }
-    with preserved(state):
+    with preserved(state), whole_drafts(engine):
         state.done.fill_(True)  # so that a commit changes no row
         replays = {name: work if capture is None else capture(work).replay for name, work in phases.items()}
         return {name: best_seconds(engine, work) for name, work in replays.items()}

@@ -53,6 +53,7 @@ def headline_table(results: Results) -> Table:
         rows.append(["ms of plain decoding a token", texts.number(m.baseline.ms_per_token)])
         rows.append(["ms a round", texts.number(m.speculative.ms_per_round)])
     rows.append(["mean of each prompt's tau", texts.number(m.tau.per_request)])
+    rows += [[f"rounds drafted by {name}", text] for name, text in texts.draft_uses(m).items()]
     rows += [
         [f"accepted at depth {depth}", texts.percent(alpha, 1)]
         for depth, alpha in enumerate(texts.reached(m.alpha), start=1)
@@ -71,6 +72,7 @@ def settings_table(results: Results) -> Table:
                 texts.setting_text(m),
                 texts.speedup_cell(m),
                 texts.tau_text(m),
+                texts.lookup_cell(m),
                 texts.number(m.baseline.tokens_per_second, 1) if m.baseline else MISSING,
                 texts.speculative_text(m),
                 texts.first_token_text(m) if results.server else MISSING,
@@ -80,7 +82,7 @@ def settings_table(results: Results) -> Table:
         )
     searches = [texts.sentence(search_line(search)) for search in results.auto if results.is_exact]
     turns = "Plain and speculative decoding took turns on the same prompts. " if results.headline.baseline else ""
-    columns = ["draft", "speedup", "tau", "plain tok/s", "speculative tok/s", "first token", "predicted"]
+    columns = ["draft", "speedup", "tau", "by lookup", "plain tok/s", "speculative tok/s", "first token", "predicted"]
     columns.append("exact" if results.exact.kind else "identical")
     notes = [*searches, f"{turns}{BRACKETS} {texts.left_out_text(results.headline)}".strip()]
     return Table("Settings measured", notes, columns, rows, [results.chosen])
@@ -223,13 +225,14 @@ def comparison_table(title: str, rows: Sequence[Row], *, with_suites: bool = Fal
                 texts.tau_text(m),
                 *(suite_cell(row.suites.get(suite)) for suite in suites),
                 " ".join(texts.percent(alpha) for alpha in m.alpha if alpha is not None) or MISSING,
+                texts.lookup_cell(m),
                 texts.exact_cell(m.exact),
                 MISSING if m.draft_bytes is None else texts.number(m.draft_bytes / 1e6, 1),
                 texts.count(head.parameters),
                 ", ".join([tokens, *differs.get(row.method, [])]),
             ]
         )
-    columns = ["head", "draft", "speedup", "tau", *suites, "accepted by depth", "identical", "MB a round"]
+    columns = ["head", "draft", "speedup", "tau", *suites, "accepted by depth", "by lookup", "identical", "MB a round"]
     note = f"Plain decoding and all heads of a measurement took turns on the same prompts. {BRACKETS}"
     notes = [note, *dict.fromkeys(texts.left_out_text(row.results.headline) for row in rows)]
     if suites:

@@ -70,6 +70,30 @@ def tau_text(m: Measurement) -> str:
     return with_interval(m.tau.mean, m.tau.ci95)
 
 
+def draft_uses(m: Measurement) -> dict[str, str]:
+    """Return `412 of 1,020, 3.10 tokens each` for the lookup and for the head of a draft that has both."""
+    if m.lookup is None:
+        return {}
+    rounds, accepted = sum(m.accepted_histogram), sum(n * count for n, count in enumerate(m.accepted_histogram))
+    parts = {
+        f"the lookup, after matches of {m.least_match}": (m.lookup.rounds, m.lookup.accepted),
+        "the head": (rounds - m.lookup.rounds, accepted - m.lookup.accepted),
+    }
+    return {
+        name: f"{count:,} of {rounds:,}" + (f", {number(1 + gain / count)} tokens each" if count else "")
+        for name, (count, gain) in parts.items()
+    }
+
+
+def lookup_cell(m: Measurement) -> str:
+    """Return the share of rounds that a lookup drafted before a head, and their tokens, as in `40%, 3.10 each`."""
+    if m.lookup is None:
+        return MISSING
+    rounds = m.lookup.rounds
+    each = f", {number(1 + m.lookup.accepted / rounds)} each" if rounds else ""
+    return f"{percent(rounds / max(sum(m.accepted_histogram), 1))}{each}"
+
+
 def speedup_text(m: Measurement) -> str:
     """Return `1.62x [1.55, 1.70]`, `not measured: the machine was busy`, or `withheld`."""
     if (why := why_unreliable(m)) is not None:

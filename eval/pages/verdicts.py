@@ -35,6 +35,7 @@ from eval.records.speedup_checks import (
     surely_pays,
     why_unreliable,
 )
+from heads.core.contract import split_draft
 from heads.targets.hub import absolute
 
 SAME_BUDGET = 0.05
@@ -63,9 +64,10 @@ def serve_command(results: Results) -> str | None:
     serves it, its files are not here, no draft pays, or an audit failed."""
     head = results.head
     is_known = results.server is not None or not all(map(why_unreliable, results.measurements))
-    if not head.serve or not results.is_exact or (is_known and not pays(results)) or not os.path.isdir(head.path):
+    _, path = split_draft(head.path)
+    if not head.serve or not results.is_exact or (is_known and not pays(results)) or not os.path.isdir(path):
         return None
-    folder = os.path.abspath(head.path)
+    folder = os.path.abspath(path)
     if os.path.isdir(inner := os.path.join(folder, "head")):  # of a run
         folder = inner
     return head.serve.replace(HEAD, folder).replace(TARGET, absolute(results.target.name))
@@ -156,6 +158,9 @@ def search_line(search: Search) -> str:
     it."""
     looked = f"looked at {len(search.curve)} drafts, " if search.curve else ""
     point = f"{point_text(search.batch_size, search.context)}, {sampling_text(search.temperature)}"
+    if search.matches:
+        lengths = ", ".join(str(look.least_match) for look in search.matches)
+        looked += f"at a lookup after matches of {lengths} tokens, of which {search.least_match} was the fastest, "
     line = f"auto{point}: {looked}measured {', '.join(search.proposed)}"
     if search.chosen is None:
         return f"{line}; no speedup of those measured is reliable, so none of them is chosen"

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from eval.records.schema import Bin, Percentiles
+from eval.records.schema import Bin, DraftUse, Percentiles
 
 if TYPE_CHECKING:
     from eval.runtime.request import Output
@@ -104,6 +104,14 @@ def counted(output: Output) -> list[tuple[int, int]]:
     last round whose bonus token was cut off gains its draft tokens but one, and shows no more."""
     rounds = zip(output.accepted, output.reached, output.emitted(), strict=True)
     return [(gain := emitted - 1, reached if gain == accepted else gain) for accepted, reached, emitted in rounds]
+
+
+def use_of_lookup(outputs: Iterable[Output]) -> DraftUse:
+    """Return how many rounds the lookup drafted, of outputs with two drafts, and what they gained."""
+    gains = [
+        gain for output in outputs for copied, (gain, _) in zip(output.copied, counted(output), strict=True) if copied
+    ]
+    return DraftUse(rounds=len(gains), accepted=sum(gains))
 
 
 def accepted_histogram(outputs: Iterable[Output], depth: int) -> list[int]:

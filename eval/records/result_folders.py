@@ -15,6 +15,7 @@ from eval.data.prompts import split_prompts, suite_name
 from eval.records.measure_settings import BenchSettings
 from eval.records.results import read_results
 from eval.records.schema import Results
+from heads.core.contract import LOOKUP
 from heads.core.errors import UserError
 from heads.core.files import check_folder
 
@@ -22,6 +23,7 @@ RESULTS = "results.json"
 BENCH = "bench"
 """Folder in a run for later measurements of its head."""
 LONGEST_NAME = 150
+LOOKUP_BEFORE = re.compile(rf"{LOOKUP}\d+\+(?=.)")
 VAGUE_NAMES = ("head", "target", "model")
 
 
@@ -66,8 +68,10 @@ def plain_name(text: str) -> str:
 
 
 def short_name(path: str) -> str:
-    """Return a Hub id unchanged, or the last part of a path (the last two parts if the last one is uninformative).
-    Control characters are replaced."""
+    """Return a Hub id unchanged, or the last part of a path (the last two parts if the last one is uninformative), each
+    after the lookup of a draft that has one. Control characters are replaced."""
+    if (match := LOOKUP_BEFORE.match(path)) is not None:
+        return f"{match[0]}{short_name(path[match.end() :])}"
     path = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in path)
     parts = [part for part in path.split("/") if part not in ("", ".", "..")]
     if not parts or (len(parts) == 2 and not path.startswith(("/", "."))):

@@ -140,6 +140,13 @@ class Turns(Part):
     left_out: int = 0
 
 
+class DraftUse(Part):
+    """Rounds of all rows that one of two drafts drafted, and their accepted draft tokens."""
+
+    rounds: int
+    accepted: int
+
+
 class Measurement(Part):
     """Figures of one setting, over all prompts or over those of a suite."""
 
@@ -161,6 +168,10 @@ class Measurement(Part):
     alpha: list[float | None]
     """Acceptance by depth. None: no round came so deep."""
     accepted_histogram: list[int]
+    lookup: DraftUse | None = None
+    """Of a draft by lookup or a head: the rounds that the lookup drafted. None: there is one draft."""
+    least_match: int | None = None
+    """Number of tokens of a match from which that lookup drafts."""
     loop_share: float | None
     tokens: int
     undecoded: int
@@ -304,6 +315,7 @@ class Look(Part):
     tokens: Number = math.nan
     speedup: Number
     prompts: int = 0
+    least_match: int | None = None
 
 
 class Search(Part):
@@ -314,12 +326,19 @@ class Search(Part):
     batch_size: int | None = None
     context: int | None = None
     curve: list[Look]
+    matches: list[Look] = []
+    """Of a lookup before a head: the fastest draft with other lengths of a match."""
     proposed: list[str]
     measured: dict[str, float] = {}
     """Reliable speedups by tree."""
     unreliable: list[str] = []
     chosen: str | None = None
     plain_is_faster: bool = False
+
+    @property
+    def least_match(self) -> int | None:
+        """The length of a match with which a lookup before the head was fastest."""
+        return max(self.matches, key=lambda look: look.speedup).least_match if self.matches else None
 
 
 class Piece(Part):

@@ -23,6 +23,7 @@ class RoundState:
     rounds: Tensor  # (B,) int64, rounds in which the row was active
     accepted: Tensor  # (B, capacity) int64, per round: number of draft tokens in the output
     reached: Tensor  # (B, capacity) int64, per round: the deepest level verified, all levels above it accepted
+    copied: Tensor  # (B, capacity) bool, per round: True if the draft was copied from the text
     report: Tensor  # (B, 3 + T) int64: done, output_length, length and the last T tokens, after the last round
 
     @classmethod
@@ -44,6 +45,7 @@ class RoundState:
             rounds=zeros(B),
             accepted=zeros(B, capacity + 1),
             reached=zeros(B, capacity + 1),
+            copied=zeros(B, capacity + 1, dtype=torch.bool),
             report=zeros(B, 3 + min(M, capacity)),
         )
 
@@ -67,11 +69,13 @@ class Commit:
         self.offsets = torch.arange(M, device=device)
         self.shown = torch.arange(state.report.shape[1] - 3, device=device)
 
-    def __call__(self, accepted: Tensor, emitted: Tensor, depths: Tensor | None) -> CommitResult:
+    def __call__(
+        self, accepted: Tensor, emitted: Tensor, depths: Tensor | None, copied: Tensor | None = None
+    ) -> CommitResult:
         """Commit the accepted tokens to the state, cut at EOS and at the limit.
 
         accepted (B,), emitted (B, M): as in `Acceptance`; depths (B, N): of each tree's nodes, None if all trees have K
-        levels.
+        levels; copied (B,): as in `Proposal`.
         """
         state, count = self.state, accepted + 1
         emitted_count, ended = self.cut(emitted, count)
@@ -86,6 +90,8 @@ class Commit:
             state.accepted.scatter_(1, index, torch.minimum(accepted, emitted_count)[:, None])
             levels = self.depth if depths is None else depths.amax(dim=1)
             state.reached.scatter_(1, index, torch.minimum(count, emitted_count).clamp(max=levels)[:, None])
+            if copied is not None:
+                state.copied.scatter_(1, index, copied[:, None])
         state.output.scatter_(1, state.output_length[:, None] + self.offsets, emitted)
         state.output_length.add_(emitted_count)
         state.rounds.add_(active)

@@ -284,6 +284,8 @@ class Engine:
         state = self.decoder.state
         rounds = int(state.rounds[row])
         if self.options.shape.depth == 0:
-            return request_state.output([0] * rounds, [0] * rounds, self.target.eos_token_ids)
-        accepted, reached = (record[row, :rounds].tolist() for record in (state.accepted, state.reached))
-        return request_state.output(accepted, reached, self.target.eos_token_ids)
+            return request_state.output([0] * rounds, [0] * rounds, [False] * rounds, self.target.eos_token_ids)
+        accepted, reached, copied = (
+            record[row, :rounds].tolist() for record in (state.accepted, state.reached, state.copied)
+        )
+        return request_state.output(accepted, reached, copied, self.target.eos_token_ids)

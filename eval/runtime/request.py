@@ -51,6 +51,8 @@ class Output:
     """Number of tokens of the prompt, which is the position of the first output token."""
     first_round: int = 0
     """Number of rounds of the batch before this request's first: its round r is the batch's round first_round + r."""
+    copied: list[bool] = field(default_factory=list)
+    """By round: True if its draft was copied from the text, not drawn by a head. Empty if that is not known."""
 
     @property
     def rounds(self) -> int:
@@ -226,9 +228,11 @@ class RequestState:
             self.stopped = True
         return self.tokens[before:]
 
-    def output(self, accepted: Sequence[int], reached: Sequence[int], eos_token_ids: Sequence[int]) -> Output:
-        """Return the output of a request that ended. accepted, reached: as in `Output`, for all rounds of the row.
-        Rounds after a stop string are dropped."""
+    def output(
+        self, accepted: Sequence[int], reached: Sequence[int], copied: list[bool], eos_token_ids: Sequence[int]
+    ) -> Output:
+        """Return the output of a request that ended. accepted, reached, copied: as in `Output`, for all rounds of the
+        row. Rounds after a stop string are dropped."""
         kept_by_round, tested_by_round, left = [], [], len(self.tokens) - 1
         for kept, tested in zip(accepted, reached, strict=True):
             if left == 0:
@@ -239,7 +243,8 @@ class RequestState:
         at_eos = self.tokens[-1] in eos_token_ids and not self.request.ignore_eos
         reason: Literal["eos", "stop", "length"] = "eos" if at_eos else "stop" if self.stopped else "length"
         start = len(self.request.prompt)
-        return Output(self.tokens, reason, kept_by_round, tested_by_round, start, self.first_round)
+        copied = copied[: len(kept_by_round)]
+        return Output(self.tokens, reason, kept_by_round, tested_by_round, start, self.first_round, copied)
 
 
 class Detokenizer:

@@ -91,7 +91,8 @@ class Decoder:
     def commit(self, proposal: Proposal, acceptance: Acceptance, features: Features) -> None:
         """Add the accepted tokens to the state, cut at EOS and at the limit, and let the head read the new tokens."""
         chain, path = is_chain(self.shape), acceptance.path
-        result = self.update(acceptance.accepted, acceptance.emitted, None if chain else proposal.depths)
+        depths = None if chain else proposal.depths
+        result = self.update(acceptance.accepted, acceptance.emitted, depths, proposal.copied)
         if not chain:
             self.target.compact(result.start, path)
         if self.head is None:

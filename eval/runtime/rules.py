@@ -8,8 +8,8 @@ then the lowest node.
 `ratio` and `block` compare the target's p with q, the distribution that a draft token was drawn from. At temperature 0
 all rules accept the same tokens. Above it, `ratio` and `block` need the exact q: the draft's logits under the same
 temperature, top-k, top-p and min-p as the target's, over the full vocabulary; penalties change p alone. So they reject
-drafts that are not drawn from a distribution. They also reject trees whose nodes are selected by the draws: the
-distribution of the nodes that survive a reranking is not q.
+drafts that are not drawn from a distribution, but for copied ones: a lookup's tokens have q = 1. They also reject trees
+whose nodes are selected by the draws: the distribution of the nodes that survive a reranking is not q.
 
 Their noise is counter-based like that of `match`, in four independent streams: for the drafts, for the tests, for the
 last token, and that of `match`, which chooses a request's first token. No stream may be shared, and none is keyed by
@@ -250,12 +250,7 @@ class Rejection:
 
     def accept_probs(self, proposal: Proposal, p: Tensor) -> Verdict:
         """Return the verdict on the draft tokens that the pick of `begin` has drawn. p (B, N, V)."""
-        if not self.draws.distributions:
-            raise UserError(
-                f"rule {self.name} needs the distribution that the draft was drawn from, and this draft is drawn from "
-                "none; use rule match"
-            )
-        q, tokens = self.draws.distribution(p.shape[2]), proposal.tokens
+        q, tokens = self.draft_distribution(proposal, p.shape[2]), proposal.tokens
         if self.name == "block":
             return block(p, q, tokens)
         verdict = ratio(p, q, tokens, self.family)
@@ -265,6 +260,20 @@ class Rejection:
         chosen = p.argmax(dim=-1).gather(1, proposal.parents) == tokens  # (B, N)
         accept_prob = torch.where(is_sampled, verdict.accept_prob, chosen.to(verdict.accept_prob.dtype))
         return Verdict(accept_prob, torch.where(is_sampled[..., None], verdict.residual, p))
+
+    def draft_distribution(self, proposal: Proposal, vocab: int) -> Tensor:
+        """Return q (B, I, V). A copied draft, which is a chain, has probability 1 at each of its tokens."""
+        drawn = self.draws.distribution(vocab) if self.draws.distributions else None
+        if proposal.copied is not None:
+            tokens = proposal.tokens[:, 1:, None]
+            certain = torch.zeros(*tokens.shape[:2], vocab, device=tokens.device).scatter_(2, tokens, 1.0)
+            return certain if drawn is None else torch.where(proposal.copied[:, None, None], certain, drawn)
+        if drawn is None:
+            raise UserError(
+                f"rule {self.name} needs the distribution that the draft was drawn from, and this draft is drawn from "
+                "none; use rule match"
+            )
+        return drawn
 
     def decide(self, passed: Tensor, proposal: Proposal, above: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the number of accepted tokens (B,) and their path (B, K + 1) from the root, given the passed tests

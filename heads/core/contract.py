@@ -5,6 +5,7 @@ Letters: B batch, T tokens, D hidden, V target vocabulary, L auxiliary layers, K
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -84,6 +85,8 @@ class Observation:
     start: Tensor  # (B,) int64
     count: Tensor  # (B,) int64, 1 <= count <= M; 0 for a finished row: nothing that is read of its state may change
     nodes: Tensor | None  # (B, M) int64, the proposal's nodes that became these rows; None if nothing was drafted
+    unread: bool = False
+    """True if another drafter may have drafted the nodes, so that this one may have read none of their tokens."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +131,9 @@ class Drafter(ABC):
     """True if all its weights are the target's."""
     aux_layer_ids: tuple[int, ...] = ()
     """Auxiliary layers that the drafter reads, each numbered by the layer that the stream enters; empty if none."""
+    skips: bool = False
+    """True if a round may leave out passes whose drafts are not needed, where the host may look at the draft: on a CPU,
+    for which it does not wait. Parts of a round are timed with all passes."""
     tree_nodes: int = 0
     """Maximum number of nodes, root included, of the static tree that the drafter carries or will grow (the tree name
     `head`); 0 if it has none."""
@@ -262,6 +268,31 @@ class DraftHead(Drafter):
 ACTIVATION_SHARE = 1 / 8
 """Fraction of a device's memory that the activations of a loss may use, if it can recompute them."""
 HEAD_TREE = "head"
+LOOKUP = "lookup:"
+LONGEST_MATCH = 100
+"""Maximum length of a lookup's match. All lengths up to it are searched."""
+
+
+def split_draft(text: str) -> tuple[int | None, str]:
+    """Split a draft `lookup:M+HEAD` into M and its head. Return None and the text for any other. Raises UserError for
+    several lookups or heads, and for a number M that is no length of a match."""
+    names = text.partition("@")[0].split("+")
+    if len(names) == 1 or os.path.exists(text):  # a folder may have any name
+        return None, text
+    first, _, head = text.partition("+")
+    lookups, number = sum(name.startswith(LOOKUP) for name in names), first.removeprefix(LOOKUP)
+    if lookups != 1 or number == first:
+        what = {0: "several heads", 1: "a lookup behind a head"}.get(lookups, "several lookups")
+        raise UserError(f"{text}: names {what}; expected one lookup, then one head, such as {LOOKUP}3+HEAD")
+    if not (number.isdecimal() and 1 <= int(number) <= LONGEST_MATCH):
+        raise UserError(
+            f"{text}: expected the length of a match, 1 to {LONGEST_MATCH} tokens, got {number or 'nothing'}"
+        )
+    if not head:
+        raise UserError(f"{text}: expected a head after the +, such as {first}+HEAD")
+    if "+" in head.partition("@")[0] and not os.path.exists(head):
+        raise UserError(f"{text}: names several heads; expected one lookup, then one head")
+    return int(number), head
 
 
 def shape_for(text: str, head: Drafter | None) -> TreeShape:

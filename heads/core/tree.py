@@ -62,6 +62,9 @@ class Proposal:
     expanded: Tensor | None = None
     """(B, N) int64: index of each node among those that `grow` expanded, in order; -1 for the root and for nodes that
     were not expanded. None for a chain, where node j has the index j - 1 and the last node is not expanded."""
+    copied: Tensor | None = None
+    """(B,) bool: True for rows whose tokens were copied from the text, not drawn: each has probability 1 in q. None: no
+    row."""
 
 
 @dataclass(frozen=True)

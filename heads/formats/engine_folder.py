@@ -8,7 +8,7 @@ does both.
 import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,8 @@ BY_LOAD = (
     f"{SCHEDULE} holds first and last number of requests, draft tokens: as measured, between two measured sizes the "
     "smaller number, above them none; vLLM ignores it where --data-parallel-size is above 1"
 )
+DRAFT_TYPE = "--spec-type draft-"
+"""Option of llama.cpp's server, and the beginning of the name of a draft by a head."""
 INSTEAD = (
     "to serve one, train an EAGLE-3 head (train/eagle.py), which engines load for most targets, or a draft model "
     "(train/distill.py), which they load for nearly all"
@@ -164,6 +166,20 @@ def check_contents(
             )
         verdicts.append(Verdict(reader, command, unsupported, tuple(errors), tuple(notes)))
     return verdicts
+
+
+def behind_lookup(verdict: Verdict, match: int, steps: int) -> Verdict:
+    """Return the verdict on a head that drafts where a lookup finds no match of `match` tokens. llama.cpp asks several
+    kinds of drafts in turn for `steps` tokens. The other engines have one."""
+    if DRAFT_TYPE not in verdict.command:
+        return replace(verdict, unsupported=verdict.unsupported or "drafts by a lookup or by a head, not by both")
+    command = verdict.command.replace(DRAFT_TYPE, DRAFT_TYPE.replace("draft-", "ngram-simple,draft-"))
+    command += f" --spec-ngram-simple-size-n {match} --spec-ngram-simple-size-m {steps}"
+    note = (
+        f"llama.cpp's lookup follows the latest match of {match} tokens, ours the longest; it drafts no more tokens "
+        f"than stand behind the match, and none if these are fewer than {match}: rounds may differ, texts do not"
+    )
+    return replace(verdict, command=command, notes=(*verdict.notes, note))
 
 
 def why_unfit(verdicts: Sequence[Verdict]) -> str | None:

@@ -279,6 +279,11 @@ class Draft(nn.Module, DraftHead):
         nodes, M = observation.nodes, tokens.shape[1] - 1
         if nodes is None:
             state.read(tokens[:, :-1], PrefillSlots(start, count, state.slot, M), prompt=True)
+        elif observation.unread:  # nor may the token before them have been read
+            known = torch.cat([state.previous[:, None], tokens[:, :-1]], dim=1)
+            state.read(
+                known, PrefillSlots((start - 1).clamp_min(0), torch.where(count > 0, count + 1, 0), state.slot, M + 1)
+            )
         elif state.shape.top_k > 1:
             # Only the last accepted node may be unexpanded; the next round reads it with its root.
             path, offset = state.expanded.gather(1, nodes) + 1, state.slot[:M]

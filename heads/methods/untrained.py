@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from heads.core.contract import Drafter, Observation, SharedLayers
+from heads.core.contract import LONGEST_MATCH, Drafter, Observation, SharedLayers
 from heads.core.errors import UserError, expect
 from heads.core.tree import Pick, Proposal, TreeShape, is_chain
 from heads.methods.draft_model import Draft, DraftConfig
@@ -19,8 +19,6 @@ from heads.targets.smaller_models import cut_layers
 
 NOTHING = -1
 """Id of a missing token. It is equal to no token."""
-LONGEST = 100
-"""Maximum length of a match. All lengths up to it are searched."""
 
 
 @dataclass
@@ -37,7 +35,7 @@ class Lookup(Drafter):
 
     def __init__(self, ngram: int, device: torch.device | str = "cpu") -> None:
         """`ngram`: maximum length of a match. Longer matches add nothing."""
-        expect(1 <= ngram <= LONGEST, "lookup", f"a longest match of 1 to {LONGEST} tokens", ngram)
+        expect(1 <= ngram <= LONGEST_MATCH, "lookup", f"a longest match of 1 to {LONGEST_MATCH} tokens", ngram)
         self.ngram, self.device = ngram, device
 
     @classmethod
@@ -64,16 +62,22 @@ class Lookup(Drafter):
         state.length.copy_(torch.where(count > 0, observation.start + count, state.length))
 
     def propose(self, state: LookupState, pick: Pick) -> Proposal:
-        drafted = look_up(state.tokens[:, :-1], state.length, state.shape.depth, self.ngram)
+        return self.find(state)[0]
+
+    def find(self, state: LookupState) -> tuple[Proposal, Tensor]:
+        """Return the draft, and the length (B,) of the match that it follows."""
+        drafted, matched = look_up(state.tokens[:, :-1], state.length, state.shape.depth, self.ngram)
         root = state.tokens.gather(1, state.length[:, None])  # a row without a request has none
         tokens = torch.cat([root, drafted], dim=1).clamp_min(0)
         depths = torch.arange(state.shape.nodes, device=tokens.device).expand_as(tokens)
-        return Proposal(tokens, (depths - 1).clamp_min(0), depths, torch.zeros(tokens.shape, device=tokens.device))
+        scores = torch.zeros(tokens.shape, device=tokens.device)
+        copied = torch.ones_like(matched, dtype=torch.bool)
+        return Proposal(tokens, (depths - 1).clamp_min(0), depths, scores, copied=copied), matched
 
 
-def look_up(tokens: Tensor, length: Tensor, depth: int, ngram: int) -> Tensor:
-    """Return (B, depth): the tokens after the longest earlier match of the text's end, the latest one if several are as
-    long.
+def look_up(tokens: Tensor, length: Tensor, depth: int, ngram: int) -> tuple[Tensor, Tensor]:
+    """Return the tokens (B, depth) after the longest earlier match of the text's end, the latest one if several are as
+    long, and the length (B,) of that match, 0 if there is none.
 
     tokens (B, S): the text of row b is its first length[b] + 1 tokens. A match ends at slot e < length[b]. Its length
     is the number of tokens up to e that equal those up to length[b], at most `ngram`.
@@ -90,7 +94,8 @@ def look_up(tokens: Tensor, length: Tensor, depth: int, ngram: int) -> Tensor:
     score = torch.where(slot < length[:, None], matched * S + slot, -1)
     match_end = score.argmax(dim=1, keepdim=True)  # (B, 1)
     period = (length[:, None] - match_end).clamp_min(1)
-    return tokens.gather(1, match_end + 1 + torch.arange(depth, device=tokens.device) % period)
+    drafted = tokens.gather(1, match_end + 1 + torch.arange(depth, device=tokens.device) % period)
+    return drafted, (score.gather(1, match_end)[:, 0] // S).clamp_min(0)
 
 
 class FirstLayers(nn.Module):

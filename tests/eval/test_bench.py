@@ -25,6 +25,7 @@ from eval.records.schema import Measurement, Results
 from eval.records.speedup_checks import why_unreliable
 from eval.runtime.sampling_params import Sampling
 from heads.core.errors import UserError
+from heads.methods.two_drafts import LookupFirst
 from heads.targets.frozen_target import FrozenTarget
 from tests.eval.conftest import Bench, altered
 from tests.support.curves import learning_curve
@@ -101,6 +102,27 @@ def test_auto_records_what_it_measured_and_its_choice(tmp_path: Path, bench: Ben
     assert results["tree"] == search["chosen"]
     verdict = "plain decoding is faster than all" if search["plain_is_faster"] else f"{search['chosen']} is the fastest"
     assert verdict in text and verdict in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.usefixtures("lenient_limits")
+def test_a_search_also_finds_the_match_from_which_a_lookup_drafts(tmp_path: Path, bench: Bench, pair_head: Any) -> None:
+    head = LookupFirst(3, altered(pair_head, deepest=2))
+    results, text = bench(tmp_path, {"lookup:3+runs/x/head": head}, trees=("auto",), max_new_tokens=40)
+    (search,) = results["auto"]
+    looks = {look["least_match"]: look["speedup"] for look in search["matches"]}
+    best = max(looks, key=lambda match: looks[match])
+    assert [*looks] == [1, 2, 3, 4, 6] and results["head"]["kind"] == "lookup+pairs"
+    for m in results["measurements"]:
+        assert m["least_match"] == best and m["exact"]["identical"] == m["exact"]["prompts"]
+        used, parts = m["lookup"], [suite["lookup"] for suite in m["suites"].values()]
+        assert used["rounds"] == parts[0]["rounds"] and 0 < used["rounds"] < sum(m["accepted_histogram"])
+        assert 0 < used["accepted"] <= sum(n * count for n, count in enumerate(m["accepted_histogram"]))
+        assert m["speedup"]["predicted"] > 0
+    said = f"at a lookup after matches of 1, 2, 3, 4, 6 tokens, of which {best} was the fastest"
+    shown = f"rounds drafted by the lookup, after matches of {best}"
+    for page in (text, (tmp_path / "report.html").read_text()):
+        assert said in page and shown in page
+    assert shown in text and f"{results['lookup']['rounds']} of {sum(results['accepted_histogram'])}" in text
 
 
 def test_the_model_samples_as_its_server_does(
@@ -328,8 +350,9 @@ def test_an_interval_of_few_batches_is_said_to_be_too_narrow() -> None:
 
 def test_the_serving_command_names_the_folder_with_the_head(tmp_path: Path) -> None:
     (tmp_path / "run/head").mkdir(parents=True)
-    for named in ("run", "run/head"):
-        head = {"path": str(tmp_path / named), "serve": "serve TARGET with HEAD"}
+    for path in ("run", "run/head", "lookup:2+run"):
+        lookup, plus, named = path.rpartition("+")
+        head = {"path": f"{lookup}{plus}{tmp_path / named}", "serve": "serve TARGET with HEAD"}
         results = results_of(speed("chain:3", 0, 1.2, 1.1), head=head, target={"name": "org/target"})
         assert serve_command(results) == f"serve org/target with {tmp_path}/run/head"
 
@@ -347,6 +370,7 @@ def test_measurements_lie_with_the_run_or_below_runs(tmp_path: Path, monkeypatch
         for named in (run, f"{run}/head", f"./{run}/"):
             assert default_out(named) == tmp_path / run / "bench"
     assert default_out("alone") == Path("runs/bench-alone") and default_out("lookup:3") == Path("runs/bench-lookup-3")
+    assert default_out("lookup:3+x/runs/alone/head") == Path("runs/bench-lookup-3+alone-head")
 
 
 def test_a_runs_training_is_drawn_beside_its_results(

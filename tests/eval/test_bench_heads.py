@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,11 +74,12 @@ def test_heads_of_different_targets_are_refused(
     head, record = build_head("medusa", {"depth": 2}, tiny_target, torch.ones(128)), target_record(tiny_target)
     save_head(head, tmp_path / "one", target=record)
     save_head(head, tmp_path / "two", target=record | {"fingerprint": "another"})
-    arguments = [str(tmp_path / "one"), str(tmp_path / "two"), "--out", str(tmp_path / "out")]
-    assert exit_status(lambda: module.main(arguments)) == 2
-    error = capsys.readouterr().err
-    assert error.count("error:") == 1 and str(tmp_path / "two") in error and "fingerprint" in error
-    assert not (tmp_path / "out").exists()
+    for second in (str(tmp_path / "two"), f"lookup:3+{tmp_path / 'two'}"):
+        arguments = [str(tmp_path / "one"), second, "--out", str(tmp_path / "out")]
+        assert exit_status(partial(module.main, arguments)) == 2
+        error = capsys.readouterr().err
+        assert error.count("error:") == 1 and str(tmp_path / "two") in error and "fingerprint" in error
+        assert not (tmp_path / "out").exists()
 
 
 def test_without_a_tree_named_every_head_finds_one(tiny_target: FrozenTarget, pair_head: Any) -> None:
@@ -97,6 +99,7 @@ def test_without_a_tree_named_every_head_finds_one(tiny_target: FrozenTarget, pa
 
 def test_heads_are_given_apart_by_name() -> None:
     assert head_names(["/runs/a", "/runs/b/head", "lookup:3"]) == ["a", "b/head", "lookup:3"]
+    assert head_names(["/runs/a", "lookup:3+/runs/a", "lookup:4+x/a"]) == ["a", "lookup:3+a", "lookup:4+x/a"]
     assert head_names(["x/run", "y/run"]) == ["x/run", "y/run"]
     with pytest.raises(UserError, match="runs/a: named twice"):
         head_names(["runs/a", "runs/b", "runs/a"])

@@ -6,7 +6,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, T5ForConditionalGeneration
 
 from eval.runtime.engine import Engine, EngineOptions, Output
+from heads.core.contract import split_draft
 from heads.core.tree import ROOT_ONLY, TreeShape, parse_shape
+from heads.methods.two_drafts import LookupFirst
 from heads.registry import build_head, build_untrained
 from heads.targets.frozen_target import FrozenTarget
 
@@ -135,9 +137,12 @@ def with_plain_experts(model: Any) -> Any:
 
 def make_drafter(name: str, target: FrozenTarget, **settings: Any) -> Any:
     """Return a random head of the kind `name`, with `settings` or those of DRAFTERS. A name such as `lookup:3` gives a
-    drafter without training, and `none` gives None."""
+    drafter without training, `lookup:3+eagle3` both in one, and `none` gives None."""
     if name == "none":
         return None
+    match, name = split_draft(name)
+    if match is not None:
+        return LookupFirst(match, make_drafter(name, target, **settings))
     if ":" in name:
         return build_untrained(name, target)
     with torch.random.fork_rng(devices=[]):

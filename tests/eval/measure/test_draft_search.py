@@ -23,9 +23,9 @@ def test_the_faster_half_stays_and_is_looked_at_on_twice_as_many_prompts(
     """A machine on which a draft is the faster the nearer its number of nodes is to 5."""
     seen: list[tuple[int, int]] = []
 
-    def look_at(target: Any, head: Any, shapes: Any, prompts: Any, *_: Any) -> list[Look]:
-        seen.append((len(shapes), len(prompts)))
-        return [Look(tree=s.text, depth=s.depth, width=1, speedup=1 / (1 + abs(s.nodes - 5))) for s in shapes]
+    def look_at(target: Any, drafts: Any, prompts: Any, *_: Any) -> list[Look]:
+        seen.append((len(drafts), len(prompts)))
+        return [Look(tree=s.text, depth=s.depth, width=1, speedup=1 / (1 + abs(s.nodes - 5))) for _, s in drafts]
 
     monkeypatch.setattr(draft_search, "look_at", look_at)
     prompts = tiny_prompts * 8
@@ -39,12 +39,13 @@ def test_a_look_decodes_a_few_prompts_with_every_draft(
 ) -> None:
     shapes = [parse_shape(text) for text in ("chain:1", "chain:4", "tree:3x2x8")]
     settings = BenchSettings(max_new_tokens=24)
-    looks = draft_search.look_at(tiny_target, pair_head, shapes, tiny_prompts[:3], 0.0, settings)
+    drafts = [(pair_head, shape) for shape in shapes]
+    looks = draft_search.look_at(tiny_target, drafts, tiny_prompts[:3], 0.0, settings)
     assert [look.tree for look in looks] == ["chain:1", "chain:4", "tree:3x2x8"]
     assert all(look.speedup > 0 and look.tokens > 1.1 for look in looks)
     assert looks[0].tokens < looks[1].tokens
     with pytest.raises(UserError, match="every output ended with its first token"):
-        draft_search.look_at(tiny_target, pair_head, shapes, tiny_prompts[:3], 0.0, BenchSettings(max_new_tokens=1))
+        draft_search.look_at(tiny_target, drafts, tiny_prompts[:3], 0.0, BenchSettings(max_new_tokens=1))
 
 
 def test_only_what_a_head_drafts_is_looked_at(

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,11 +21,13 @@ from eval.records.metrics import (
     tau_interval,
     token_percentiles,
     token_seconds,
+    use_of_lookup,
 )
+from eval.records.schema import DraftUse
 from eval.runtime.request import Output
 
 
-def made(emitted: int, accepted: Sequence[int], reached: Sequence[int], **rest: int) -> Output:
+def made(emitted: int, accepted: Sequence[int], reached: Sequence[int], **rest: Any) -> Output:
     return Output([0] * (1 + emitted), "length", list(accepted), list(reached), **rest)
 
 
@@ -120,3 +123,9 @@ def test_a_rounds_time_is_shared_among_its_tokens() -> None:
     spread = token_percentiles([0.001 * n for n in range(1, 102)])
     assert dict(spread) == pytest.approx({"p50": 51.0, "p95": 96.0, "p99": 100.0})
     assert all(math.isnan(value) for value in dict(token_percentiles([])).values())
+
+
+def test_rounds_that_a_lookup_drafted_are_counted_as_tau_counts_them() -> None:
+    whole = made(7, [2, 0, 2], [3, 1, 3], copied=[True, True, False])
+    cut = made(2, [2], [3], copied=[True])  # without its bonus token
+    assert use_of_lookup([whole, cut]) == DraftUse(rounds=3, accepted=2 + 0 + 1)

@@ -89,6 +89,8 @@ def texts(outputs: list[Output]) -> list[tuple[list[int], list[int]]]:
         ("qwen3_5_text", "none", "none", "match"),
         ("gemma3_text", "lookup:3", "chain:3", "match"),
         ("llama", "eagle3", "chain:3", "block"),
+        ("llama", "lookup:1+eagle3", "chain:3", "ratio"),
+        ("llama", "lookup:1+draft", "chain:2", "match"),
         ("qwen3", "mtp", "tree:3x2x7", "match"),
         ("llama", "medusa", "static:3.2", "ratio"),
         ("mistral", "eagle3", "static:3.2", "match"),

@@ -1,6 +1,7 @@
 """Every rule on every kind of tree: what comes out, summed over all that can happen, has the target's distribution."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -66,6 +67,31 @@ def test_chains_have_the_targets_distribution(rule: str, vocab: int, support: in
         distribution, tokens = outcome(distributions, CHAIN, rule)
         assert distance(distributions, distribution, CHAIN) < EXACT
         assert 1 < tokens <= 4
+
+
+class Copied(Toy):
+    """A draft that a lookup copied, in the place of one that was drawn or, with `skipped`, of none."""
+
+    skipped = False
+
+    def grow(self, shape: TreeShape, pick: Any, rows: int) -> tuple[Proposal, Tensor]:
+        drawn, _ = super().grow(shape, pick, rows)
+        if self.skipped:
+            pick.distributions.clear()
+        tokens = torch.tensor([0, 2, 0, 2]).expand(rows, -1)
+        copied = replace(drawn, tokens=tokens, copied=torch.ones(rows, dtype=torch.bool))
+        return copied, prefixes_of(copied, self.vocab, tokens[:, 0])
+
+
+@pytest.mark.parametrize("skipped", [False, True])
+@pytest.mark.parametrize("rule", ["ratio", "block"])
+def test_copied_chains_have_the_targets_distribution(rule: str, skipped: bool) -> None:
+    for seed in range(4):
+        distributions = Copied(3, 4, seed)
+        distributions.skipped = skipped
+        distribution, tokens = outcome(distributions, CHAIN, rule)
+        assert distance(distributions, distribution, CHAIN) < EXACT
+        assert 1 < tokens < 4
 
 
 @pytest.mark.parametrize("support", [None, 2, 1])  # 1: siblings that q cannot have given

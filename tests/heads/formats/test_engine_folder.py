@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from heads.core.engines import ENGINES, SGLANG, VLLM
 from heads.formats.eagle3 import EAGLE
-from heads.formats.engine_folder import Verdict, why_unfit
+from heads.formats.engine_folder import Verdict, behind_lookup, why_unfit
 from heads.formats.medusa import MEDUSA, OLD_VLLM
 from heads.formats.mtp import mtp_engine_config
 from heads.published import read_published
@@ -69,6 +69,18 @@ def test_fewer_draft_tokens_by_load_are_for_methods_that_take_them(
         served = json.loads(shlex.split(verdict.command)[-1])
         assert served["num_speculative_tokens_per_batch_size"] == [[*step] for step in schedule]
         assert served["num_speculative_tokens"] == 4 and "# num_speculative_tokens_per_batch_size" in verdict.shown
+
+
+def test_llama_cpp_alone_drafts_by_a_lookup_or_by_a_head(target: FrozenTarget, tmp_path: Path) -> None:
+    vllm = check_loaders(save(tmp_path / "head", target, "eagle3"), steps=4)[0]
+    assert "drafts by a lookup or by a head, not by both" in behind_lookup(vllm, 2, 4).reason
+    server = "llama-server -m target.gguf -md head.gguf --spec-type draft-eagle3 --spec-draft-n-max 4"
+    found = behind_lookup(Verdict("llama.cpp", f"convert\n{server}", None, ()), 2, 4)
+    first, second = found.command.splitlines()
+    assert first == "convert" and found.serves and "the latest match of 2 tokens" in found.notes[0]
+    options = shlex.split(second)
+    assert options[options.index("--spec-type") + 1] == "ngram-simple,draft-eagle3"
+    assert options[-4:] == ["--spec-ngram-simple-size-n", "2", "--spec-ngram-simple-size-m", "4"]
 
 
 def test_a_head_of_fewer_positions_than_its_target_has_says_so(target: FrozenTarget, tmp_path: Path) -> None:

@@ -13,16 +13,17 @@ from heads.methods.untrained import Lookup, look_up
 CAPACITY = 40
 
 
-def reference(text: list[int], depth: int, ngram: int) -> list[int] | None:
-    """The draft by definition: longest match first, the latest of equals; it goes on with itself past the text."""
+def reference(text: list[int], depth: int, ngram: int) -> tuple[int, list[int]]:
+    """The length of the match and the draft by definition: longest match first, the latest of equals; it goes on with
+    itself past the text."""
     for length in range(min(ngram, len(text) - 1), 0, -1):
         for end in range(len(text) - 1, length - 1, -1):
             if text[end - length : end] == text[-length:]:
                 going = list(text)
                 for k in range(depth):
                     going.append(going[end + k])
-                return going[len(text) :]
-    return None
+                return length, going[len(text) :]
+    return 0, text[-1:] * depth
 
 
 @pytest.mark.parametrize("ngram", [1, 2, 4])
@@ -37,18 +38,18 @@ def test_the_draft_is_what_followed_the_longest_latest_match(ngram: int) -> None
         tokens = torch.randint(0, 4, (4, CAPACITY))  # what lies behind the text must not matter
         for row, text in enumerate(texts):
             tokens[row, : len(text)] = torch.tensor(text)
-        drafted = look_up(tokens, torch.tensor([len(text) - 1 for text in texts]), 6, ngram).tolist()
-        for text, draft in zip(texts, drafted, strict=True):
-            expected = reference(text, 6, ngram)
-            matched += expected is not None
-            assert draft == (expected if expected is not None else [text[-1]] * 6)
+        drafted, lengths = look_up(tokens, torch.tensor([len(text) - 1 for text in texts]), 6, ngram)
+        for text, draft, length in zip(texts, drafted.tolist(), lengths.tolist(), strict=True):
+            found, expected = reference(text, 6, ngram)
+            matched += found > 0
+            assert (length, draft) == (found, expected)
     assert 60 < matched < 240, "both kinds of text were drawn"
 
 
 def test_a_text_of_one_token_and_a_row_without_a_text_are_drafted_all_the_same() -> None:
     tokens = torch.full((2, 8), -1)
     tokens[0, :2] = torch.tensor([5, 7])
-    assert look_up(tokens, torch.tensor([1, 0]), 3, 3)[0].tolist() == [7, 7, 7]
+    assert look_up(tokens, torch.tensor([1, 0]), 3, 3)[0][0].tolist() == [7, 7, 7]
 
 
 def test_known_rows_stay_as_they_are_while_others_draft() -> None:
