@@ -91,7 +91,7 @@ def traits_of(tokenizer: PreTrainedTokenizerBase, template: str) -> Traits:
     starts = tuple(start for start in starts if start.strip())
     thought = [{"type": "thinking", "thinking": THOUGHT}, {"type": "text", "text": ANSWERED}]
     with_parts = rendered(QUESTION, {**ANSWER, "content": thought})
-    is_read = THOUGHT in with_parts and "'thinking'" not in with_parts  # and not the list as Python prints it
+    is_read = THOUGHT in with_parts and not re.search("['\"]thinking", with_parts)  # and not the list, printed
     thinks_in_parts = is_read and THOUGHT not in rendered(QUESTION, {**ANSWER, REASONING[0]: THOUGHT})
     return Traits(frozenset(parts), opening, ending, after.removeprefix(ending), starts, bos, thinks_in_parts)
 

@@ -162,6 +162,9 @@ def _read_answer(
     head = prompt.removesuffix(frame.opened)
     if not whole.startswith(head):
         whole = head + _after(template, messages, head, whole, place)
+    opening = template.traits.opening
+    if opening and whole.startswith(head + opening):  # after a tool's results, where the prompt has none (Gemma 4)
+        whole = head + whole[len(head + opening) :]
     bare = head + frame.empty
     notes = [
         f"answers have a key {key!r}, which is not read; if it marks what not to train on, call it weight (0 or 1)"

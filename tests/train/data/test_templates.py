@@ -346,12 +346,13 @@ GEMMA_4_THINKING = replace(
     arguments={"enable_thinking": True},
     reasoned=lambda m: f"<|channel>thought\n{m['reasoning_content']}\n<channel|>{m['content']}<turn|>",
 )
-# The results of tools stand in the turn that calls them, before its text, and no turn has reasoning.
+# The results of tools stand in the turn that calls them, before its text, and only prompts go on after them without a
+# header. No turn has reasoning.
 GEMMA_4_JOINED = replace(
     GEMMA_4,
     template="{{ bos_token }}{% for m in messages %}{% if m.role != 'tool' %}{% set ns = namespace(last='', told='') %}"
     "{% for n in messages[:loop.index0] if n.role != 'tool' %}{% set ns.last = n.role %}{% endfor %}"
-    "{% if m.role == 'user' or ns.last == 'user' %}<|turn>{{ 'model' if m.role == 'assistant' else 'user' }}\n"
+    "{% if m.role == 'user' or m.content or not ns.told %}<|turn>{{ 'model' if m.role == 'assistant' else 'user' }}\n"
     "{% endif %}"
     "{% for c in m.tool_calls or [] %}<|tool_call>{{ c.function.name }}{{ c.function.arguments | tojson }}<tool_call|>"
     "{% for n in messages if n.role == 'tool' %}{% set ns.told = n.content + '<tool_response|>' %}{% endfor %}"
