@@ -1,6 +1,7 @@
 """Whatever is drafted, the text is the target's own: a pairwise array over all that could change it."""
 
 from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from functools import cache
 from itertools import accumulate, combinations, compress, product
@@ -8,10 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from eval.runtime.engine import Output, Request
+from eval.runtime.reference import Noise, generate
+from eval.runtime.rules import DRAFTS, LAST, TESTS, draw_counters
 from eval.runtime.sampling_params import Sampling
 from heads.core.tree import is_chain, parse_shape
+from heads.kernels.gumbel import stream, uniform
 from heads.methods.two_drafts import LookupFirst
 from heads.targets.frozen_target import FrozenTarget
 from tests.eval.runtime.conftest import ScriptedHead, decode_plainly, sequences, target_of
@@ -152,6 +157,53 @@ def test_the_text_is_the_targets_own(family: str, kind: str, tree: str, sampling
             assert all(accepted == reached for root, accepted, reached in rounds if root <= last), "it is always right"
 
 
+def noise_of(seed: int) -> Noise:
+    """The engine's noise for a request, as the reference takes it."""
+    seeds = torch.tensor([seed])
+
+    def noise(purpose: str, position: int, index: int, size: int) -> Tensor:
+        place = torch.tensor([[position]])
+        ids = torch.arange(size)
+        match purpose:
+            case "first":
+                return 1 - uniform(seeds, place, ids)[0, 0]
+            case "draft":
+                level = index + 1
+                return 1 - uniform(stream(seeds, DRAFTS), draw_counters(place + level, level), ids)[0, 0]
+            case "test":
+                return uniform(stream(seeds, TESTS), place, ids + index + 1)[0, 0]
+        return 1 - uniform(stream(seeds, LAST), place, ids)[0, 0]
+
+    return noise
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "gpt2", "deepseek_v3", "gpt_oss"])
+def test_rounds_are_those_of_the_papers_loop(family: str, depth: int) -> None:
+    """The rule `ratio`, greedy and sampled: drafts are those of the target's first two layers alone."""
+    target = target_of(family)
+    cut = deepcopy(target)
+    del cut.layers[2:]
+    requests = [Request([5, 6, 7 + n], 20, Sampling(t, seed=n - 1)) for n, t in enumerate((0.0, 0.9, 1.4, 0.0))]
+    head = make_drafter("early_exit:2", target)
+    engine = open_engine(target, head, f"chain:{depth}", batch_size=2, max_length=64, rule="ratio")
+    rounds = []
+    for request, output in zip(requests, engine.generate(requests), strict=True):
+        tokens, accepted = generate(
+            target.model,
+            cut.model,
+            request.prompt,
+            depth=depth,
+            max_new_tokens=request.max_new_tokens,
+            temperature=request.sampling.temperature,
+            eos_token_ids=target.eos_token_ids,
+            noise=noise_of(request.sampling.seed),
+        )
+        assert output.tokens == tokens and output.accepted == accepted
+        rounds += accepted
+    assert 0 < sum(rounds) < depth * len(rounds), "some drafts are accepted, some rejected"
+
+
 def test_past_its_positions_a_draft_model_drafts_nothing_right() -> None:
     target = target_of("llama")
     (output,) = open_engine(target, make_head("the target, cut", target), "chain:3", max_length=96).generate(
@@ -167,7 +219,7 @@ OTHERS = [family for family in [*FAMILIES, *HYBRIDS, *OTHER_HYBRIDS] if family n
 @pytest.mark.parametrize("family", [*FAMILIES, *HYBRIDS, "t5", *(pytest.param(f, marks=SLOW) for f in OTHER_HYBRIDS)])
 def test_plain_decoding_is_what_transformers_generates(family: str) -> None:
     target = target_of(family)
-    generate: Any = target.model.generate
+    model: Any = target.model
     samplings = Sampling(repetition_penalty=1.3), Sampling()
     requests = [replace(r, max_new_tokens=12, ignore_eos=False) for r in requests_for(target, samplings)]
     # Of the longest prompt, several chunks are read.
@@ -175,7 +227,7 @@ def test_plain_decoding_is_what_transformers_generates(family: str) -> None:
     for request, output in zip(requests, decode_plainly(target, requests, batch_size=2, max_length=320), strict=True):
         ids = torch.tensor([request.prompt if target.start_token is None else request.prompt[:-1]])
         named = dict(max_new_tokens=12, do_sample=False, repetition_penalty=request.sampling.repetition_penalty)
-        theirs = generate(ids, attention_mask=torch.ones_like(ids), **named)[0]
+        theirs = model.generate(ids, attention_mask=torch.ones_like(ids), **named)[0]
         assert output.tokens == theirs[1 if target.start_token is not None else ids.shape[1] :].tolist()
 
 

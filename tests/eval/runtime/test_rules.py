@@ -146,13 +146,12 @@ def test_greedy_rows_use_every_sibling() -> None:
     assert rounds[0] == rounds[1] and sum(rounds[0]) < 3 * 11
 
 
-@pytest.mark.parametrize("rule", ["ratio", "block"])
-def test_what_many_requests_give_has_the_targets_distribution(rule: str) -> None:
+def test_what_many_requests_give_by_block_has_the_targets_distribution() -> None:
     """Through the whole engine: with two tokens to choose from, three tokens come out in eight ways."""
     target, prompt = target_of("llama"), [5, 6, 7]
     requests = [Request(prompt, 3, Sampling(temperature=1.0, top_k=2, seed=i), ignore_eos=True) for i in range(250)]
     head = make_drafter("early_exit:2", target)
-    engine = open_engine(target, head, "chain:2", batch_size=50, max_length=32, rule=rule)
+    engine = open_engine(target, head, "chain:2", batch_size=50, max_length=32, rule="block")
     outputs = [tuple(output.tokens) for output in engine.generate(requests)]
     distribution: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(3):

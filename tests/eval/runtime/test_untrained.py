@@ -1,41 +1,12 @@
 """Drafts that need no training."""
 
-import copy
-from typing import Any
-
 import pytest
 import torch
 
-from eval.runtime.engine import Request
 from heads.core.errors import UserError
 from heads.registry import build_untrained
 from tests.eval.runtime.conftest import target_of
-from tests.support.small_targets import make_hybrid, make_target, open_engine
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2"])
-def test_an_early_exit_drafts_what_its_layers_alone_would_say(family: str) -> None:
-    """Greedy chains are compared with a target whose later layers are cut off, run from the start each time."""
-    target, prompt = target_of(family), [5, 6, 7]
-    cut = copy.deepcopy(target)
-    del cut.layers[2:]
-    head = build_untrained("early_exit:2", target)
-    engine, proposals, propose = open_engine(target, head, "chain:3", max_length=64), [], head.propose
-
-    def noted(state: Any, pick: Any) -> Any:
-        proposal = propose(state, pick)
-        proposals.append(proposal.tokens[0].tolist())
-        return proposal
-
-    head.propose = noted
-    (output,) = engine.generate([Request(prompt, 12, ignore_eos=True)])
-    known, place = [*prompt, *output.tokens], len(prompt)
-    for drafted, accepted in zip(proposals, output.accepted, strict=True):
-        going = known[: place + 1]
-        for _ in range(3):
-            going.append(int(cut.shared.lm_head(cut.alone(torch.tensor([going]))[:, -1]).argmax()))
-        assert drafted == going[place:]
-        place += accepted + 1
+from tests.support.small_targets import make_hybrid, make_target
 
 
 def test_an_early_exit_holds_no_weights_of_its_own() -> None:
