@@ -1,5 +1,5 @@
-"""Write what is generated of the pages: recipes/KEYS.md, the tables of measurements between their marks, and the
-picture of README.
+"""Write what is generated of the pages: recipes/KEYS.md, the tables of measurements between their marks, the picture
+of README, and that of ARCHITECTURE.md.
 
     python scripts/write_pages.py
 
@@ -23,6 +23,7 @@ from eval.pages.tables import Table
 from eval.records.results import read_results
 from eval.records.schema import Head, Measurement, Point, Results
 from heads.methods.method_settings import TITLES
+from scripts import draw_rooms
 from train.entry import run_script
 from train.recipe.recipe import Recipe
 from train.recipe.recipe_help import keys_page
@@ -257,13 +258,14 @@ def pages() -> dict[Path, str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    Parser("Write KEYS.md, the tables of measurements in pages, and the picture.").parse_args(arguments)
+    Parser("Write KEYS.md, the tables of measurements in pages, and the pictures.").parse_args(arguments)
     from eval.pages.drawing import svg_file
     from eval.pages.html import DARK
 
     for page, text in pages().items():
         page.write_text(text, encoding="utf-8")
     PICTURE.write_text(svg_file(curve_chart(CURVES), DARK), encoding="utf-8")
+    draw_rooms.PICTURE.write_text(draw_rooms.picture(), encoding="utf-8")
     return 0
 
 

@@ -2,12 +2,24 @@
 
 import ast
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from scripts.draw_rooms import (
+    PACKAGES,
+    PICTURE,
+    ROOF,
+    ROOMS,
+    ROOT,
+    file_names,
+    imported_names,
+    imports_of,
+    in_order,
+    modules,
+    picture,
+)
+
 ORDER = ("heads", "eval", "train", "scripts", "tests")  # each may import itself and the ones before it
 LEAN = {
     "torch",
@@ -19,20 +31,6 @@ LEAN = {
 }  # what heads/ and eval/runtime/ may import
 OPTIONAL = {"heads/targets/quantization.py": {"torchao"}, "heads/targets/merge_adapter.py": {"peft"}}
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
-
-
-def modules(folder: str) -> list[Path]:
-    return sorted((ROOT / folder).rglob("*.py"))
-
-
-def imported_names(path: Path) -> Iterator[str]:
-    """Yield the dotted names of all imports of a file, at the top or inside a function."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path.relative_to(ROOT)}:{node.lineno}: relative import"
-            yield node.module or ""
 
 
 @pytest.mark.parametrize("folder", ORDER)
@@ -52,34 +50,23 @@ def test_what_runs_a_head_needs_few_packages(folder: str) -> None:
         assert not wrong, f"{path.relative_to(ROOT)} imports {wrong}"
 
 
-ROOMS = {
-    "heads": ("core", "kernels", "targets", "methods", "blocks", "foreign", "formats"),
-    "eval": ("runtime", "core", "data", "records", "measure", "servers", "pages"),
-    "train": ("core", "data", "features", "recipe", "steps", "run", "plan"),
-}
-"""Rooms of each package. A room imports only itself and the rooms before it. The package's own files, its roof, import
-every room."""
 MOST_FILES = 20
 
 
-def room_of(package: str, name: str) -> int:
-    """Return the index of the room of a module or a package, that of the roof for all others."""
-    rooms, parts = ROOMS[package], name.split(".")
-    return rooms.index(parts[1]) if len(parts) > 1 and parts[1] in rooms else len(rooms)
+@pytest.mark.parametrize("package", PACKAGES)
+def test_rooms_have_an_order_and_import_no_roof(package: str) -> None:
+    """A package's own files, its roof, import every room. Rooms import neither the roof nor each other in a circle."""
+    imports = imports_of(package)
+    assert ROOF not in set().union(*imports.values())
+    rooms = in_order(imports)
+    assert rooms[-1] == ROOF and {(package, room) for room in rooms[:-1]} == {key for key in ROOMS if key[0] == package}
+    for room in rooms:
+        files = file_names(ROOT / package / (room if room != ROOF else ""))
+        assert len(files) <= MOST_FILES, f"{package}/{room} has {len(files)} files"
 
 
-@pytest.mark.parametrize("package", ROOMS)
-def test_rooms_import_only_rooms_to_their_left(package: str) -> None:
-    folders = {path.name for path in (ROOT / package).iterdir() if (path / "__init__.py").is_file()}
-    assert folders == set(ROOMS[package])
-    for folder in (ROOT / package, *(ROOT / package / room for room in folders)):
-        files = [path.name for path in folder.glob("*.py") if path.name != "__init__.py"]
-        assert len(files) <= MOST_FILES, f"{folder.relative_to(ROOT)} has {len(files)} files"
-    for path in modules(package):
-        own = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        names = [name for name in imported_names(path) if name.split(".")[0] == package]
-        wrong = [name for name in names if room_of(package, name) > room_of(package, own)]
-        assert not wrong, f"{path.relative_to(ROOT)} imports {wrong}"
+def test_the_picture_is_of_these_rooms() -> None:
+    assert PICTURE.read_text(encoding="utf-8") == picture(), "run scripts/write_pages.py"
 
 
 def test_no_two_files_import_each_other() -> None:
