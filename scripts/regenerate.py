@@ -36,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
         answers = open_answers(recipe.data, recipe.train.seed, target, reader)
         answers.generate()
         path = run.folder.path / "answers.jsonl"
-        on_main(run.accelerator, lambda: write_bytes(path, b"".join(answers.lines())))
+        on_main(run.accelerator, lambda: write_bytes(path, answers.lines()))
         run.tracker.say(f"{answers.count} answered conversations in {path}")
     return 0
 

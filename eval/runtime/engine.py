@@ -276,6 +276,7 @@ class Engine:
                 state.done[row] = True
             if report.done or request_state.stopped:
                 ended[row] = request_state.index, self._output(row, request_state)
+                self.decoder.sampling.set_row(row, Sampling())  # or rounds would stay in the form that it needed
                 # An empty row still takes part in rounds. With length 0 it never needs more slots than the other rows.
                 state.length[row] = 0
         return ended

@@ -4,10 +4,10 @@ A GPU refuses an allocation that does not fit. On a CPU the operating system gra
 memory is used.
 """
 
-from pathlib import Path
 from typing import Any
 
 from heads.core.errors import UserError
+from heads.core.host_memory import free_memory
 from heads.kernels.slots import round_up
 from heads.targets.families import layer_setting
 from heads.targets.frozen_target import FrozenTarget
@@ -34,7 +34,7 @@ def check_memory(target: FrozenTarget, batch_size: int, capacity: int, *, nodes:
     node = 4 * LOGITS * target.vocab_size + size * 8 * config.hidden_size
     mask = slots * (size + 1)  # as bool and in the target's dtype
     per_row = int(cache + nodes * (node + mask))
-    free = free_bytes()
+    free = free_memory()
     if free is None or batch_size * per_row <= free * (1 - RESERVE):
         return
     room = int(free * (1 - RESERVE))
@@ -44,9 +44,3 @@ def check_memory(target: FrozenTarget, batch_size: int, capacity: int, *, nodes:
         f"{target.name}: a batch of {batch_size} needs {batch_size * per_row / 2**30:.1f} GiB in addition to the "
         f"weights, and {room / 2**30:.1f} GiB are free; {fits}"
     )
-
-
-def free_bytes() -> int | None:
-    info = Path("/proc/meminfo")
-    lines = dict(line.split(":", 1) for line in info.read_text(encoding="ascii").splitlines()) if info.is_file() else {}
-    return int(lines["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in lines else None

@@ -57,6 +57,7 @@ from heads.core.contract import (
     StepCost,
 )
 from heads.core.errors import UserError
+from heads.core.strict_settings import SAVED
 from heads.core.tree import Pick, Proposal, TreeShape, check_width
 from heads.kernels.slots import PrefillSlots
 from heads.kernels.tree_attention import Attend
@@ -133,7 +134,7 @@ class DraftBlockHead(nn.Module, DraftHead):
 
     @classmethod
     def from_checkpoint(cls, config: dict[str, Any], weights: dict[str, Tensor]) -> Self:
-        checked = cls.Config.from_plain(config)
+        checked = cls.Config.from_plain(config, SAVED)
         vocab = None
         if checked.draft_vocab_size is not None:
             vocab = read_vocab(weights, checked.draft_vocab_size, checked.vocab_size)

@@ -6,7 +6,7 @@ tokens.
     q_k  = softmax S_k
 
 One pass computes the candidates of all rows; the previous token then decides among them. The convolutions
-(`heads.blocks.dflash2`) pass on from row to row what attention would have to find. A new head drafts like DFlash: B
+(`BlockConvolution`) pass on from row to row what attention would have to find. A new head drafts like DFlash: B
 is 0 and its convolutions change nothing.
 
 Loss of a row: DFlash's at U, plus selector_weight * sum over C of -p log q, where a is the true token before, and p the
@@ -126,6 +126,8 @@ class ConvolvedLayer(DecoderLayer):
 
 class CandidateSelector(nn.Module):
     """Low-rank addition to the logits of candidates, from the token before them."""
+
+    tables = ("predecessor_codebook", "successor_codebook")
 
     def __init__(self, config: DFlash2Config) -> None:
         super().__init__()

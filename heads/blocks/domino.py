@@ -74,6 +74,7 @@ class Domino(DFlash):
     Config: ClassVar[type[DominoConfig]] = DominoConfig
     config: DominoConfig
     training_settings = DFlash.training_settings | {"base_decay"}
+    tables = ("embed_proj.2.weight",)
 
     def __init__(self, config: DominoConfig, draft_to_target: Tensor | None = None) -> None:
         super().__init__(config, draft_to_target)

@@ -68,6 +68,8 @@ class DSparkConfig(DraftBlockConfig, DSparkSettings):
 class MarkovHead(nn.Module):
     """Low-rank logits of the next token from the token before it."""
 
+    tables = ("markov_w2.weight",)
+
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__()
         self.markov_w1 = nn.Embedding(config.vocab_size, config.markov_rank)

@@ -63,6 +63,8 @@ class LatticeLayer(nn.Module):
 class Lattice(nn.Module):
     """Scores of the successions of candidates in neighbouring rows."""
 
+    tables = ("relative_slot_bias",)
+
     def __init__(self, config: Any) -> None:
         super().__init__()
         D = config.hidden_size

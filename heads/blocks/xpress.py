@@ -102,6 +102,8 @@ class Mixer(nn.Module):
 class Refiner(nn.Module):
     """Low-rank addition to the logits of a block's rows, from its states and the tokens before its rows."""
 
+    tables = ("w2.weight",)
+
     def __init__(self, config: XPressConfig) -> None:
         super().__init__()
         D = config.hidden_size

@@ -188,6 +188,9 @@ class DraftHead(Drafter):
     """What a head that started from one of another kind took, and what began anew; None for any other."""
     weighs_rows: bool = False
     """True if `loss` gives `HeadLoss.weight`, which the step divides the gradients by."""
+    tables: tuple[str, ...] = ()
+    """Names of matrices with a row or column for each token or position, apart from `nn.Embedding`: optimizers must not
+    take them for linear maps. A part of a head may have such a list of its own."""
     stored: Mapping[str, torch.dtype] = MappingProxyType({})
     """Dtypes of the tensors, by their names in the file, of a head that is part of a checkpoint: it is saved in
     these."""

@@ -17,6 +17,8 @@ Factor = Annotated[float, Field(ge=0)]
 Seed = Annotated[int, Field(ge=0, lt=MAX_NUMBER)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
+SAVED = "draftsmith.config"
+"""Section of a saved head's config.json with all settings of the head."""
 
 
 class Settings(BaseModel):
@@ -27,13 +29,13 @@ class Settings(BaseModel):
     )
 
     @classmethod
-    def from_plain(cls, values: Mapping[str, Any]) -> Self:
+    def from_plain(cls, values: Mapping[str, Any], section: str = "head") -> Self:
         """Return the settings with these values, as YAML and JSON give them. UserError names the first wrong one, as
-        a key of a recipe's `head`."""
+        a key of a recipe's `head`, or of the `section` of another file."""
         try:  # as JSON, whose lists are tuples where a setting has a tuple
             return cls.model_validate_json(json.dumps(values))
         except ValidationError as failure:
-            raise UserError(f"head.{first_fault(failure)}") from None
+            raise UserError(f"{section}.{first_fault(failure)}") from None
 
 
 def first_fault(failure: ValidationError) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 from heads.blocks.backbone import DraftBlockHead
 from heads.blocks.block_config import DraftBlockConfig
 from heads.core.engines import SGLANG, VLLM, rotation_errors
+from heads.core.strict_settings import SAVED
 from heads.foreign.published_blocks import EMBEDDING_SCALE, SCALED, UNSCALED, embedding_scale, read_block
 from heads.formats.engine_folder import TRIED, Folder, Format, Schedule, decoder_config, sglang, vllm
 from heads.formats.target_classes import SGLANG_BLOCK_TARGETS, VLLM_TARGETS
@@ -81,7 +82,7 @@ def serve_whole_blocks(target: str, head: str, steps: int, config: Mapping[str, 
 
 
 def check_block(method: type[DraftBlockConfig], folder: Folder, reader: str) -> tuple[str | None, list[str]]:
-    config = method.from_plain(folder.config["draftsmith"]["config"])
+    config = method.from_plain(folder.config["draftsmith"]["config"], SAVED)
     architecture = str(folder.target.get("architecture"))
     unsupported = None
     if architecture not in TARGETS[reader]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from heads.core.engines import SGLANG, VLLM, rotation_errors
+from heads.core.strict_settings import SAVED
 from heads.foreign.published_eagle3 import EMBEDDING, IDS, QWEN3, UNEVEN, read_eagle3
 from heads.formats.engine_folder import TRIED, Folder, Format, decoder_config, sglang, vllm
 from heads.formats.target_classes import SGLANG_TARGETS, VLLM_TARGETS
@@ -80,7 +81,7 @@ READERS = {
 
 
 def check_eagle3(folder: Folder, name: str) -> tuple[str | None, list[str]]:
-    config, reader = Eagle3Config.from_plain(folder.config["draftsmith"]["config"]), READERS[name]
+    config, reader = Eagle3Config.from_plain(folder.config["draftsmith"]["config"], SAVED), READERS[name]
     architecture = str(folder.target.get("architecture"))
     unsupported = None
     if config.qk_norm and name != VLLM:

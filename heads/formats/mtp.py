@@ -14,6 +14,7 @@ import torch
 from transformers import AutoConfig
 
 from heads.core.engines import SGLANG, VLLM
+from heads.core.strict_settings import SAVED
 from heads.foreign.published_files import Reading, Source, check_same
 from heads.formats.engine_folder import TRIED, Folder, Format, Shapes, named_class, sglang, vllm
 from heads.methods.family_layers import BlockMaker, block_record
@@ -120,7 +121,7 @@ def check_mtp(folder: Folder, reader: str) -> tuple[str | None, list[str]]:
     register_mimo()
     fields = {key: value for key, value in folder.config.items() if key not in ("draftsmith", "auto_map")}
     config: Any = AutoConfig.for_model(**fields).get_text_config()
-    head, layout = MtpConfig.from_plain(folder.config["draftsmith"]["config"]), LAYOUTS[loader.layout]
+    head, layout = MtpConfig.from_plain(folder.config["draftsmith"]["config"], SAVED), LAYOUTS[loader.layout]
     count = count_modules(layout, folder.shapes, config.num_hidden_layers)
     errors = []
     if not head.native and (head.rope_theta, head.rope_scaling) != (rope_theta(config), rope_scaling(config)):

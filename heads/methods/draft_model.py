@@ -33,7 +33,7 @@ from heads.core.contract import (
     StepCost,
 )
 from heads.core.errors import UserError
-from heads.core.strict_settings import Count
+from heads.core.strict_settings import SAVED, Count
 from heads.core.tree import Pick, Proposal, TreeShape, check_width, level_widths, scratch_slots
 from heads.kernels.slots import DraftSlots, PrefillSlots, SlotMapping, round_up
 from heads.methods.labels import counts_by_depth, supervised, teacher
@@ -145,7 +145,7 @@ class Draft(nn.Module, DraftHead):
 
     @classmethod
     def from_checkpoint(cls, config: dict[str, Any], weights: dict[str, Tensor]) -> "Draft":
-        head_config = DraftConfig.from_plain(config)
+        head_config = DraftConfig.from_plain(config, SAVED)
         model: Any = empty_model(head_config.model)
         rows = len(model.get_output_embeddings().weight)
         vocab_size, common_size = head_config.vocab_size, head_config.common_size

@@ -24,7 +24,7 @@ from pydantic import model_validator
 from torch import Tensor, nn
 
 from heads.core.contract import SharedLayers
-from heads.core.strict_settings import Count
+from heads.core.strict_settings import SAVED, Count
 from heads.kernels.tree_attention import Attend
 from heads.methods.head_shape import block_settings, check_aux_layer_ids, check_one_width, default_aux_layer_ids
 from heads.methods.initial_weights import (
@@ -105,6 +105,7 @@ class Eagle3(Recycling):
     """EAGLE-3 head. SGLang, vLLM and the EAGLE repository use the same tensor names."""
 
     kept_widths = (6, 3, 2)
+    tables = ("lm_head.weight",)
 
     config: Eagle3Config
 
@@ -163,7 +164,7 @@ class Eagle3(Recycling):
 
     @classmethod
     def from_checkpoint(cls, config: dict[str, Any], weights: dict[str, Tensor]) -> "Eagle3":
-        head_config = Eagle3Config.from_plain(config)
+        head_config = Eagle3Config.from_plain(config, SAVED)
         head = cls(head_config, read_vocab(weights, head_config.draft_vocab_size, head_config.vocab_size))
         check_tensors(head.to_checkpoint(), weights)
         head.load_state_dict({name: weights[name] for name in head.state_dict()})

@@ -31,7 +31,7 @@ from heads.core.contract import (
     StepCost,
 )
 from heads.core.errors import UserError
-from heads.core.strict_settings import Count
+from heads.core.strict_settings import SAVED, Count
 from heads.core.tree import Pick, Proposal, TreeShape, check_width
 from heads.kernels.product import with_products
 from heads.methods.head_shape import check_one_width
@@ -146,7 +146,7 @@ class Medusa(nn.Module, DraftHead):
 
     @classmethod
     def from_checkpoint(cls, config: dict[str, Any], weights: dict[str, Tensor]) -> "Medusa":
-        head_config = MedusaConfig.from_plain(config)
+        head_config = MedusaConfig.from_plain(config, SAVED)
         V = head_config.vocab_size
         Vd = head_config.draft_vocab_size
         draft_to_target = torch.arange(V)

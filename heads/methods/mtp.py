@@ -39,7 +39,7 @@ from torch import Tensor, nn
 
 from heads.core.contract import SharedLayers
 from heads.core.errors import UserError, first_line
-from heads.core.strict_settings import Count
+from heads.core.strict_settings import SAVED, Count
 from heads.kernels.tree_attention import Attend
 from heads.methods.family_layers import BlockMaker, block_record
 from heads.methods.head_shape import block_settings, check_one_width
@@ -221,7 +221,7 @@ class Mtp(Recycling):
 
     @classmethod
     def from_checkpoint(cls, config: dict[str, Any], weights: dict[str, Tensor]) -> "Mtp":
-        head_config = MtpConfig.from_plain(config)
+        head_config = MtpConfig.from_plain(config, SAVED)
         head = cls(head_config, read_vocab(weights, head_config.draft_vocab_size, head_config.vocab_size))
         tables = vocab_tables(head.draft_to_target, head_config.vocab_size)
         head.load_modules({name: value for name, value in weights.items() if name not in tables})

@@ -16,7 +16,6 @@ again, it attends to its first keys of the slots up to t and to its later keys o
 Letters: B batch, T tokens, D hidden, Vd draft vocabulary, K depth, J modules, W nodes of one level.
 """
 
-import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
@@ -37,6 +36,7 @@ from heads.core.contract import (
     StepCost,
 )
 from heads.core.errors import UserError
+from heads.core.host_memory import total_memory
 from heads.core.tree import Pick, Proposal, TreeShape, check_width, scratch_slots
 from heads.kernels.slots import DraftSlots, PrefillSlots
 from heads.kernels.tree_attention import Attend
@@ -54,11 +54,11 @@ AHEAD = 2
 """Step i of slot t predicts the token at t + AHEAD + i."""
 
 
-def total_memory(device: torch.device) -> int:
-    """Return the bytes of memory of the GPU, or of the machine for other devices."""
+def device_memory(device: torch.device) -> int:
+    """Return the bytes of memory of the GPU, or of the machine or container for other devices."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return total_memory()
 
 
 class RecyclingState(SlotState):
@@ -165,7 +165,7 @@ class Recycling(nn.Module, DraftHead):
         """
         most: float | None = self.max_activation_bytes
         if most is None:
-            most = ACTIVATION_SHARE * total_memory(state.device)
+            most = ACTIVATION_SHARE * device_memory(state.device)
         return self.activation_bytes(state[..., 0].numel(), depth, state.element_size()) > most
 
     def activation_bytes(self, rows: int, depth: int, width: int) -> int:

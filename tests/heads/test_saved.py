@@ -162,7 +162,7 @@ def test_damaged_configs(changes: dict[str, Any], folder: Path) -> None:
     record = read_config(folder)
     change_config(folder, draftsmith=record | {"config": record["config"] | changes})
     text = refused(load_head, folder)
-    assert str(folder) in text and f"head.{min(changes)}" in text
+    assert str(folder) in text and f"draftsmith.config.{min(changes)}" in text
 
 
 def test_where_there_is_no_head(tmp_path: Path) -> None:

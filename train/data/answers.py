@@ -12,7 +12,7 @@ import hashlib
 import json
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, islice
@@ -265,21 +265,29 @@ class TargetAnswers:
         whose = " by the first process" if self.reader.accelerator.num_processes > 1 else ""
         self.reader.say(f"data.regenerate: {len(missing)} conversations answered{whose}, {num_tokens:,} tokens")
 
-    def stored_lines(self) -> Iterator[tuple[int, bytes]]:
-        """Yield the lines of all files, each after the number of its conversation."""
+    def stored_lines(self) -> Iterator[tuple[int, tuple[Path, int]]]:
+        """Yield the number of each stored conversation, with its file and the place of its line in it."""
         for path in sorted(self.folder.glob("*.jsonl")):
+            place = 0
             with path.open("rb") as lines:
                 for line in lines:
                     if line.endswith(b"\n"):  # else it is being written, or its process was killed
                         with suppress(ValueError, LookupError, TypeError):  # a damaged line is answered again
-                            yield json.loads(line)["number"], line
+                            yield json.loads(line)["number"], (path, place)
+                    place += len(line)
 
-    def lines(self) -> list[bytes]:
-        """Return the lines of all conversations, in order. UserError if one is missing."""
-        lines = dict(self.stored_lines())
-        if missing := self.count - len(lines):
+    def lines(self) -> Iterator[bytes]:
+        """Yield the lines of all conversations, in order; they may need more memory than there is. UserError if one is
+        missing."""
+        places = dict(self.stored_lines())
+        if missing := self.count - len(places):
             raise UserError(f"{self.folder}: lacks {missing} of {self.count} answers; the same command generates them")
-        return [lines[number] for number in range(self.count)]
+        with ExitStack() as opened:
+            files = {path: opened.enter_context(path.open("rb")) for path, _ in places.values()}
+            for number in range(self.count):
+                path, place = places[number]
+                files[path].seek(place)
+                yield files[path].readline()
 
     def answer_by_engine(
         self, dialogues: Iterator[tuple[int, Dialogue]], write: Callable[[int, Dialogue], None]

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from eval.runtime.memory import free_bytes
 from heads.core.contract import Batch, Rows, SharedLayers
+from heads.core.host_memory import free_memory
 from heads.targets.families import OutputHead
 from heads.targets.frozen_target import FrozenTarget
 from train.data.packing import Mixture
@@ -27,6 +27,8 @@ class FeatureSource:
         """`load_whole`: loads a copy that can decode, if `target` is not whole; None if there is no room for one."""
         self.target = target
         self._load_whole = load_whole
+        self._kept: FrozenTarget | None = None
+        """A copy of an earlier measurement, where the memory of the machine has room for it during training, too."""
 
     @property
     def measures(self) -> bool:
@@ -35,12 +37,16 @@ class FeatureSource:
 
     @contextmanager
     def whole(self) -> Iterator[FrozenTarget]:
-        """Provide a target that can decode, for a `with` block. A copy is released at its end."""
+        """Provide a target that can decode, for a `with` block. A copy is released at its end on a GPU, whose memory
+        the training needs. On a CPU with room for one more, it is kept for the next block."""
         if self.target.placement == "whole":
             yield self.target
             return
         assert self._load_whole is not None
-        yield self._load_whole()
+        copy = self._kept or self._load_whole()
+        if copy.device.type == "cpu" and (self._kept is not None or has_room(copy)):
+            self._kept = copy
+        yield copy
 
     def check(self, mixture: Mixture, aux_layer_ids: tuple[int, ...]) -> None:
         """Raise UserError if features of these rows would be missing or wrong. Called by every process."""
@@ -55,7 +61,7 @@ class FeatureSource:
 def has_room(target: FrozenTarget) -> bool:
     size = sum(parameter.numel() for parameter in target.model.parameters()) * target.dtype.itemsize
     on_gpu = target.device.type == "cuda"
-    free = torch.cuda.mem_get_info(target.device)[0] if on_gpu else free_bytes() or 0
+    free = torch.cuda.mem_get_info(target.device)[0] if on_gpu else free_memory() or 0
     return ROOM * size <= free
 
 

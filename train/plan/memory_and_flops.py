@@ -27,7 +27,7 @@ from heads.core.contract import ACTIVATION_SHARE
 from heads.formats.engine_folder import check_contents, why_unserved
 from heads.methods.losses import CHUNK_BYTES, MIN_ROWS
 from heads.methods.method_settings import LABELS
-from heads.methods.state_recycling import total_memory
+from heads.methods.state_recycling import device_memory
 from heads.registry import HEADS
 from heads.saved import target_record
 from heads.targets.families import attention_widths, layer_setting
@@ -70,8 +70,8 @@ class Launch:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of memory of one device. On a CPU: all memory of this machine."""
-        return total_memory(torch.device(self.device)) if self.memory is None else round(self.memory * GIB)
+        """Bytes of memory of one device. On a CPU: all memory of this machine or container."""
+        return device_memory(torch.device(self.device)) if self.memory is None else round(self.memory * GIB)
 
 
 class Plan:

@@ -101,6 +101,17 @@ def test_no_time_counts_for_a_round_after_the_end_of_every_text(
         assert engine.timings.decode_seconds == pytest.approx(sum(engine.timings.round_seconds))
 
 
+def test_a_request_that_ended_leaves_rounds_in_no_slower_form() -> None:
+    slow = Request([5, 6], 4, Sampling(0.9, top_k=5, presence_penalty=1.0), (), True)
+    engine = open_engine(target_of("llama"), None, batch_size=2, max_length=64)
+    sampling, forms = engine.decoder.sampling, []
+    engine.generate(
+        [slow, Request([7, 8], 12, ignore_eos=True)],
+        on_tokens=lambda n, _: forms.append((n, sampling.random, sampling.filtered, sampling.penalised)),
+    )
+    assert (1, True, True, True) in forms and forms[-1] == (1, False, False, False)
+
+
 def test_a_full_cache_holds_the_longest_request() -> None:
     target = target_of("llama")
     requests = [Request([5] * 20, 128 - 20 - TREE.nodes, ignore_eos=True)]
@@ -190,7 +201,7 @@ def test_what_cannot_be_decoded_is_refused(given: Request | dict[str, Any], word
 
 
 def test_a_batch_that_fits_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eval.runtime.memory.free_bytes", lambda: 2**20)
+    monkeypatch.setattr("eval.runtime.memory.free_memory", lambda: 2**20)
     target = target_of("llama")
     sizes: dict[str, Any] = {"nodes": 8, "drafts": False}
     check_memory(target, 1, 64, **sizes)

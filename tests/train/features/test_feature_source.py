@@ -1,11 +1,14 @@
 """Features for training are the target's own on packed documents, by products in autocast's dtype."""
 
+import pytest
 import torch
 from torch import Tensor
 
 from heads.core.contract import Rows
+from heads.targets.frozen_target import FrozenTarget
+from heads.targets.layer_placement import drop_layers
 from tests.heads.targets.test_native_decoder import make_target
-from train.features.feature_source import make_batch
+from train.features.feature_source import FeatureSource, make_batch
 
 AUX_LAYER_IDS = (0, 2, 3)
 
@@ -25,6 +28,25 @@ def test_products_are_in_the_dtype_of_autocast() -> None:
     assert narrow.hidden.dtype == narrow.aux_hidden_states.dtype == torch.float32
     exact, rounded = (batch.shared.lm_head(plain.hidden) for batch in (plain, narrow))
     assert 1e-4 < distance(rounded, exact) < 0.02 and rounded.dtype == torch.float32
+
+
+@pytest.mark.parametrize(("room", "copies"), [(True, 1), (False, 2)])
+def test_a_whole_copy_is_loaded_once_where_there_is_room(
+    room: bool, copies: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("train.features.feature_source.has_room", lambda _: room)
+    without_layers, loaded = make_target("llama", torch.float32), []
+    drop_layers(without_layers, torch.device("cpu"), None)
+
+    def load() -> FrozenTarget:
+        loaded.append(make_target("llama", torch.float32))
+        return loaded[-1]
+
+    source = FeatureSource(without_layers, load)
+    for _ in range(2):
+        with source.whole() as target:
+            assert target is loaded[-1]
+    assert len(loaded) == copies
 
 
 def distance(a: Tensor, b: Tensor) -> float:

@@ -179,7 +179,7 @@ def test_what_is_planned_is_within_a_tenth_of_a_measured_step(
     settings["head"] = {"kind": kind, **HEADS_OF[kind]}
     settings["target"]["path"], settings["data"]["context_length"] = wide_target, 384
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("train.plan.memory_and_flops.total_memory", lambda _: 2**40)
+    monkeypatch.setattr("train.plan.memory_and_flops.device_memory", lambda _: 2**40)
     plan = plan_of(settings, *overrides)
     target = load_target(wide_target)
     head = make_head(plan.recipe.head, target, torch.zeros(target.vocab_size, dtype=torch.int64))

@@ -1,6 +1,8 @@
 """Learning rates by step, and which parameters decay."""
 
+import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,8 +10,10 @@ import torch
 from torch import nn
 
 from heads.blocks.dflash2 import BlockConvolution
+from heads.blocks.lilicorr_lattice import LatticeAttention
 from tests.support.closeness import assert_close
-from tests.support.published_heads import V, dflash2, domino, dspark, lilicorr, xpress
+from tests.support.published_heads import V, dflash2, domino, dspark, eagle3, lilicorr, xpress
+from tests.support.small_targets import VOCAB, make_drafter, make_target
 from train.recipe.recipe import Train
 from train.steps.optimizer import Muon, lr_factor, make_optimizer, orthogonal
 
@@ -38,13 +42,47 @@ def test_norms_and_biases_do_not_decay() -> None:
     assert by_decay == {0.1: [(8, 8)], 0.0: [(2, 2, 8)]}  # the base, which is 1
 
 
-@pytest.mark.parametrize("make", [dflash2, domino, dspark, lilicorr, xpress])
-def test_muon_is_for_no_table_of_tokens_or_positions(make: Callable[[], Any]) -> None:
+def draft_of(family: str) -> Any:
+    return make_drafter("draft", make_target(family, torch.float32), layers=[0, 2])
+
+
+TABLES = {V, VOCAB, 48}
+"""Sizes of vocabularies; no other side of a matrix is as long, but T5's MLP, whose table is the smaller."""
+
+
+@pytest.mark.parametrize(
+    "make",
+    [eagle3, dflash2, domino, dspark, lilicorr, xpress, partial(draft_of, "t5"), partial(draft_of, "opt")],
+    ids=["eagle3", "dflash2", "domino", "dspark", "lilicorr", "xpress", "t5", "opt"],
+)
+def test_muon_is_for_every_matrix_but_tables_of_tokens_or_positions(make: Callable[[], Any]) -> None:
     head = make()
-    updated = make_optimizer(head, Train(max_steps=1, optimizer="muon")).param_groups[0]
-    names = {name for name, p in head.named_parameters() if any(p is inner for inner in updated["params"])}
-    assert "fc.weight" in names and "momentum" in updated
-    assert not [name for name in names if "bias" in name or V in head.get_parameter(name).shape]
+    groups = make_optimizer(head, Train(max_steps=1, optimizer="muon")).param_groups
+    updated = {id(p) for group in groups if "momentum" in group for p in group["params"]}
+    matrices = {name: p for name, p in head.named_parameters() if p.dim() == 2 and p.requires_grad}
+    named = {name for name in matrices if re.search(r"slot_bias|attention_bias|embed_positions", name)}
+    sized = {name for name, p in matrices.items() if TABLES & {*p.shape} and "DenseReluDense" not in name}
+    assert {name for name, p in matrices.items() if id(p) not in updated} == named | sized
+
+
+@pytest.mark.parametrize(
+    ("stack", "name"),
+    [(nn.GRU(6, 4, bias=False), "weight_ih_l0"), (LatticeAttention(8, 2), "in_proj_weight")],
+    ids=["a GRU's gates", "queries, keys and values"],
+)
+def test_matrices_of_one_parameter_are_orthogonalised_one_by_one(stack: nn.Module, name: str) -> None:
+    parameter = stack.get_parameter(name)
+    alone = nn.ParameterList([part.detach().clone() for part in parameter.chunk(3)])
+    gradient = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
+    for module in (stack, alone):
+        for p in module.parameters():
+            p.grad = torch.zeros_like(p)
+    parameter.grad = gradient
+    for p, part in zip(alone, gradient.chunk(3), strict=True):
+        p.grad = part
+    for module in (stack, alone):
+        make_optimizer(module, Train(max_steps=1, optimizer="muon", lr=0.1)).step()
+    assert_close(parameter, torch.cat([*alone]))
 
 
 @pytest.mark.parametrize("shape", [(24, 16), (16, 24)])
@@ -52,7 +90,7 @@ def test_muon_is_torchs_where_both_are_in_bfloat16(shape: tuple[int, int]) -> No
     torch.manual_seed(0)
     ours, theirs = (nn.Parameter(weight) for weight in torch.randn(1, *shape).repeat(2, 1, 1))
     library = torch.optim.Muon([theirs], lr=0.1, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
-    group = {"params": [ours], "lr": 0.1, "weight_decay": 0.1, "momentum": 0.95}
+    group = {"params": [ours], "lr": 0.1, "weight_decay": 0.1, "momentum": 0.95, "matrices": 1}
     pair = Muon([group], products=torch.bfloat16), library
     for _ in range(3):
         ours.grad = torch.randn(shape)
