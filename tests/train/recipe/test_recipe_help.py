@@ -47,7 +47,5 @@ def test_every_key_has_a_meaning_in_sentences_and_the_schema_s_type_and_default(
 
 
 def test_choices_in_words_are_all_of_them() -> None:
-    for kind in HEADS.keys() - {"dspark"}:  # which has factors of its own instead
-        assert all(name in listed(kind)["head.loss"][2] for name in LOSSES)
     assert all(name in listed("mtp")["eval.prompts"][2] for name in (HELD_OUT_SUITE, *HUB_SUITES))
     assert all(name in listed("mtp")["head.layout"][2] for name in LAYOUTS)
