@@ -19,6 +19,7 @@ from eval.data.prompts import split_prompts
 from eval.records.result_folders import plain_name, short_name
 from heads.core.errors import UserError
 from heads.core.files import check_folder, is_file, write_text
+from heads.methods.method_settings import DraftBlockSettings
 from train.core.strict_yaml import Source, overridden
 from train.data.data_settings import Answers, Data
 from train.data.dialogues import first_turns
@@ -43,7 +44,10 @@ SHAPED = {"init_from", "path", "layers", "fresh"}
 """Settings of a head that give it a shape, so that none is derived."""
 DATA_ENDING = r"(\.jsonl?|\.parquet)?(\.gz)?$"
 RATE, RATES = 1.5, {"medusa": 4.0, "draft": 1.0}
-"""Peak learning rate times the target's width, and that of kinds with another one."""
+"""Peak learning rate of Muon times the target's width, and that of kinds with another one."""
+ADAMW_RATE = 1 / 3
+"""Best rate of AdamW alone as a share of Muon's: 2e-3 of 6e-3 on the quickstart's target, 1e-3 of 3e-3 on SmolLM2-135M
+(eval/results/LAB.md)."""
 
 
 class Size(NamedTuple):
@@ -184,11 +188,15 @@ def derive(source: Source, first: Recipe, launch: "Launch") -> tuple["Plan", str
 
     fill(tree, "target", dtype="float32" if launch.device == "cpu" else "bfloat16")
     if not SHAPED & first.head.model_fields_set:
-        settings = head_settings(first.head.kind, config.num_hidden_layers, config.vocab_size, lengths.row)
+        settings = head_settings(first.head, config.num_hidden_layers, config.vocab_size, lengths.row)
         fill(tree, "head", **settings)
     tokens = sum(survey.counts[turns] * (length + lengths.answer / 2) for turns, length in trained.items())
     batch_sizes = fill_steps(source, first, launch, lengths, tokens)
-    fill(tree, "train", lr=float(f"{RATES.get(first.head.kind, RATE) / config.hidden_size:.1e}"))
+    optimizer = launch.optimizer(first.train.optimizer)
+    if not {"train", "train.optimizer"} & source.overrides.keys():
+        tree["train"]["optimizer"] = optimizer
+    rate = RATES.get(first.head.kind, RATE) * (ADAMW_RATE if optimizer == "adamw" else 1)
+    fill(tree, "train", lr=float(f"{rate / config.hidden_size:.1e}"))
     plan = largest_batch(source, launch, batch_sizes, size.memory * launch.memory_bytes)
     depth = DEPTH if first.head.kind == "draft" else len(plan.head.depth_weights)
     fill_measurements(tree, depth, lengths.prompt, len(chosen) or MIN_HELD_OUT, size)
@@ -305,19 +313,19 @@ def fill_measurements(tree: dict[str, Any], depth: int, prompt_tokens: int, num_
     fill(tree, "eval.report", batch_sizes=list(size.batch_sizes), repeats=size.repeats)
 
 
-def head_settings(kind: str, layers: int, vocabulary: int, context: int) -> dict[str, Any]:
+def head_settings(head: Any, layers: int, vocabulary: int, context: int) -> dict[str, Any]:
     """Return the settings of a head that are not the defaults of its kind, for a target of so many layers and tokens
     and for rows of `context` tokens."""
+    if isinstance(head, DraftBlockSettings):
+        return {"num_layers": min(5, max(1, layers // 6)), "num_anchors": min(512, context // 2)}
     draft_layers = min(max(3, layers // 8), max(1, layers // 2))  # spread over the target's
-    block = {"num_layers": min(5, max(1, layers // 6)), "num_anchors": min(512, context // 2)}
     by_kind: dict[str, dict[str, Any]] = {
         "eagle3": {"depth": 5, "fc_norm": True, "norm_output": True},
-        "mtp": {},
         "medusa": {"depth": 4, "loss": "kl", "tree_nodes": 32},
         "draft": {"layers": [n * (layers - 1) // max(1, draft_layers - 1) for n in range(draft_layers)]},
     }
-    settings = by_kind.get(kind, block)
-    if kind in ("eagle3", "medusa") and vocabulary > SMALL_VOCABULARY:
+    settings = by_kind.get(head.kind, {})
+    if head.kind in ("eagle3", "medusa") and vocabulary > SMALL_VOCABULARY:
         settings["draft_vocab_size"] = min(32000, vocabulary // 3)
     return settings
 

@@ -15,7 +15,7 @@ tensors exist at a time.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -68,6 +68,10 @@ class Launch:
     def device(self) -> str:
         return "cuda" if self.memory is not None or torch.cuda.is_available() else "cpu"
 
+    def optimizer(self, wanted: Literal["adamw", "muon"]) -> Literal["adamw", "muon"]:
+        """Return the optimizer of a run that wants one: under ZeRO always AdamW (`train.steps.parallel`)."""
+        return "adamw" if self.sharing.startswith("zero") else wanted
+
     @property
     def memory_bytes(self) -> int:
         """Bytes of memory of one device. On a CPU: all memory of this machine or container."""
@@ -104,7 +108,8 @@ class Plan:
             shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
             self.unserved = why_unserved(check_contents(config, shapes, form, section.kind, record))
             add_adapters(self.head)
-            groups = make_optimizer(self.head, recipe.train).param_groups
+            optimizer = launch.optimizer(recipe.train.optimizer)
+            groups = make_optimizer(self.head, recipe.train.model_copy(update={"optimizer": optimizer})).param_groups
         self.target = target
         self.copy_bytes = sum(_size(tensor, target.dtype.itemsize) for tensor in weights.values())
         self.trained = [p for p in self.head.parameters() if p.requires_grad]

@@ -68,7 +68,7 @@ def plan_lines(plan: Plan, rates: list[float]) -> Iterator[str]:
     yield f"{'memory of each device':44}{'GiB':>12}"
     quantized = f", {recipe.target.quantize} layers" if recipe.target.quantize else ""
     dtype = str(plan.target.dtype).removeprefix("torch.") + quantized
-    names = {"target": f"target, {dtype}", "optimizer": f"optimizer, {train.optimizer}"}
+    names = {"target": f"target, {dtype}", "optimizer": f"optimizer, {launch.optimizer(train.optimizer)}"}
     device = plan.device()
     memory = launch.memory_bytes
     total = sum(device.values())

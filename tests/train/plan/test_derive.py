@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from tests.support.published_heads import ZLAB, dflash, write
 from tests.support.runs import forget_accelerator, the_error
 from train.data.dialogues import first_turns, read_asked
 from train.entry import attempt
+from train.plan.derive import head_settings
 from train.recipe.recipe import KINDS, load_recipe
 
 NUMBER = 40
@@ -79,6 +81,20 @@ def test_a_gpu_gets_larger_sizes(here: Path) -> None:
     recipe: Any = load_recipe("large/recipe.yaml")
     assert recipe.target.dtype == "bfloat16" and recipe.eval.report.batch_sizes == (1, 4, 16)
     assert 8192 < recipe.train.tokens_per_step <= 16384 and recipe.output_dir == str(here / "large")
+
+
+@pytest.mark.parametrize(
+    ("words", "optimizer", "share"),
+    [([], "muon", 1), (["train.optimizer=adamw"], "adamw", 1 / 3), (["--sharing", "zero2"], "adamw", 1 / 3)],
+)
+def test_the_learning_rate_is_that_of_the_optimizer(words: list[str], optimizer: str, share: float, here: Path) -> None:
+    assert derived("eagle", "--plan", "--tflops", "1", *words) == 0
+    train = load_recipe("runs/eagle3-target-chats/recipe.yaml").train
+    assert train.optimizer == optimizer and train.lr == pytest.approx(share * 1.5 / 32, rel=0.05)
+
+
+def test_a_kind_without_derived_settings_has_its_defaults() -> None:
+    assert head_settings(SimpleNamespace(kind="new"), 8, 10**5, 96) == {}
 
 
 @pytest.mark.slow
