@@ -102,7 +102,7 @@ def test_no_time_counts_for_a_round_after_the_end_of_every_text(
 
 
 def test_a_request_that_ended_leaves_rounds_in_no_slower_form() -> None:
-    slow = Request([5, 6], 4, Sampling(0.9, top_k=5, presence_penalty=1.0), (), True)
+    slow = Request([5, 6], 4, Sampling(temperature=0.9, top_k=5, presence_penalty=1.0), (), True)
     engine = open_engine(target_of("llama"), None, batch_size=2, max_length=64)
     sampling, forms = engine.decoder.sampling, []
     engine.generate(

@@ -184,7 +184,9 @@ def test_rounds_are_those_of_the_papers_loop(family: str, depth: int) -> None:
     target = target_of(family)
     cut = deepcopy(target)
     del cut.layers[2:]
-    requests = [Request([5, 6, 7 + n], 20, Sampling(t, seed=n - 1)) for n, t in enumerate((0.0, 0.9, 1.4, 0.0))]
+    requests = [
+        Request([5, 6, 7 + n], 20, Sampling(temperature=t, seed=n - 1)) for n, t in enumerate((0.0, 0.9, 1.4, 0.0))
+    ]
     head = make_drafter("early_exit:2", target)
     engine = open_engine(target, head, f"chain:{depth}", batch_size=2, max_length=64, rule="ratio")
     rounds = []
