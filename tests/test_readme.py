@@ -377,7 +377,7 @@ def test_the_record_of_a_whole_engine_has_every_kind_that_is_said_to_be_tried() 
 
 def test_pages_are_short() -> None:
     texts = {page: page.read_text(encoding="utf-8") for page in USED}
-    assert sum(len(MARKED.sub("", text).split()) for text in texts.values()) <= 11_500
+    assert sum(len(MARKED.sub("", text).split()) for text in texts.values()) <= 11_800
     text = texts[FIRST]
     assert len(text.split()) <= 750
     assert len(text.splitlines()) <= 100 and len(text.partition("```bash")[0].split()) <= 220
@@ -385,5 +385,5 @@ def test_pages_are_short() -> None:
     assert max(len(sentence.split()) for sentence in re.split(r"[.:;!?]\s|\n\n|^\* ", prose, flags=re.MULTILINE)) <= 30
     for page in USED[1:]:
         text = texts[page]
-        assert sum(not line.startswith("|") for line in text.splitlines()) <= 165, page
+        assert sum(not line.startswith("|") for line in text.splitlines()) <= 170, page
         assert re.match(r"# .+\n\nFor: .+; you need: .+; takes: .+\n", text), page
