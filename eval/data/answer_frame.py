@@ -76,8 +76,8 @@ def frame_of(template: ChatTemplate) -> Frame:
             end = template.ends.search(next_turn.partition(NEXT)[0])
             if end is not None and next_turn.startswith(rest):
                 following[role] = next_turn[len(rest) : end.end()]
-    empty, lead = (between, "") if is_empty else ("", between)
-    return Frame(opened, empty, lead, before, after, is_closed, following)
+    found = Frame(opened, before=before, after=after, is_closed=is_closed, following=following)
+    return found._replace(empty=between) if is_empty else found._replace(lead=between)
 
 
 def _form_of_reasoning(template: ChatTemplate, prompt: str, between: str) -> tuple[str, str, bool]:
