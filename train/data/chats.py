@@ -150,15 +150,7 @@ def _read_answer(
         reasoning.append(content.split(REASONING_END)[0].split("<think>")[-1].strip())
     reasoning = [*filter(None, reasoning)]
     if reasoning and frame.is_closed:
-        name = template.thinking_argument
-        value = "true" if isinstance(template.arguments.get(name, True), bool) else "another value"
-        remedy = (
-            f"set data.template.{name} to {value}" if name else "give the source a chat_template that asks for some"
-        )
-        raise RecordError(
-            f"{place}: turn {number} has reasoning, and the prompt asks for none; {remedy}, or give records without",
-            "with reasoning, where the prompt asks for none",
-        )
+        raise _unasked(template, number, place)
     head = prompt.removesuffix(frame.opened)
     if not whole.startswith(head):
         whole = head + _after(template, messages, head, whole, place)
@@ -211,6 +203,17 @@ def _read_answer(
     else:
         whole += frame.following.get("tool" if "tool_calls" in message else "user", "")
     return prompt, whole, notes
+
+
+def _unasked(template: ChatTemplate, number: int, place: str) -> RecordError:
+    """Return the error of an answer with reasoning, turn `number`, where the prompt asks for none."""
+    name = template.thinking_argument
+    value = "true" if isinstance(template.arguments.get(name, True), bool) else "another value"
+    remedy = f"set data.template.{name} to {value}" if name else "give the source a chat_template that asks for some"
+    return RecordError(
+        f"{place}: turn {number} has reasoning, and the prompt asks for none; {remedy}, or give records without",
+        "with reasoning, where the prompt asks for none",
+    )
 
 
 def _after(template: ChatTemplate, messages: Sequence[Message], head: str, whole: str, place: str) -> str:
