@@ -136,7 +136,8 @@ def with_lists(record: Record) -> Record:
     place, fields = record
     parsed = {key: _parsed(fields[key]) for key in (*TURNS, "answers") if isinstance(fields.get(key), str)}
     lists = {key: value for key, value in parsed.items() if isinstance(value, list) and value}
-    if calls := lists.pop("answers", None):
+    calls = lists.pop("answers", None) or []
+    if calls and all(isinstance(call, dict) and "name" in call for call in calls):
         fields = {key: value for key, value in fields.items() if key != "answers"}
         lists["completion"] = [{"role": "assistant", CALL: calls}]
     return place, fields | lists

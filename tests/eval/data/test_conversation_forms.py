@@ -104,6 +104,7 @@ CASES: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"instruction": "hi", "response": "ho", "data": "x", "conversation": "y"}, TALK, "data conversation"),
     ],
     "question, answer": [
+        ({"question": "hi", "answer": "ho", "answers": '["ho", "hey"]'}, TALK, "answers"),
         (
             {"messages": None, "conversations": [], "prompt": "", "tools": "[]", "question": "hi", "answer": "ho"},
             TALK,
