@@ -134,13 +134,17 @@ def read_chat(record: Record) -> Chat:
 def with_lists(record: Record) -> Record:
     """Return a record in which columns of turns that are JSON text are lists, and xLAM's calls are an answer."""
     place, fields = record
-    parsed = {key: _parsed(fields[key]) for key in (*TURNS, "answers") if isinstance(fields.get(key), str)}
-    lists = {key: value for key, value in parsed.items() if isinstance(value, list) and value}
-    calls = lists.pop("answers", None) or []
-    if calls and all(isinstance(call, dict) and "name" in call for call in calls):
+
+    def read(column: str, *keys: str) -> list[Any]:
+        items = _parsed(fields[column]) if isinstance(fields.get(column), str) else None
+        items = items if isinstance(items, list) else []
+        return items if all(isinstance(item, dict) and not item.keys().isdisjoint(keys) for item in items) else []
+
+    turns = {column: items for column in TURNS if (items := read(column, *ROLE))}
+    if calls := read("answers", "name"):
         fields = {key: value for key, value in fields.items() if key != "answers"}
-        lists["completion"] = [{"role": "assistant", CALL: calls}]
-    return place, fields | lists
+        turns["completion"] = [{"role": "assistant", CALL: calls}]
+    return place, fields | turns
 
 
 def _longer(place: str, forms: Sequence[Form], a: list[Message], b: list[Message]) -> list[Message]:

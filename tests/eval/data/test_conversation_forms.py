@@ -101,7 +101,7 @@ CASES: dict[str, list[tuple[dict[str, Any], str, str]]] = {
     # Dolly
     "instruction, response": [
         ({"instruction": "hi", "context": "x", "response": "ho"}, TALK, "context"),
-        ({"instruction": "hi", "response": "ho", "data": "x", "conversation": "y"}, TALK, "data conversation"),
+        ({"instruction": "hi", "response": "ho", "data": "[1]", "conversation": "y"}, TALK, "data conversation"),
     ],
     "question, answer": [
         ({"question": "hi", "answer": "ho", "answers": '["ho", "hey"]'}, TALK, "answers"),
