@@ -1,7 +1,6 @@
 """Recipes derived from a model and conversations: what they hold, what the user's keys do, and what is refused."""
 
 import json
-import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -175,7 +174,10 @@ def test_what_is_left_out_is_counted_and_shown(here: Path, capsys: pytest.Captur
     said = capsys.readouterr().err
     assert "one.jsonl: 1 of 43 records are skipped: 1 no turns; the first is one.jsonl:43: messages: expected" in said
     assert "one.jsonl: 1 records begin with a prompt of more than 88 tokens (data.regenerate.prompt_tokens) and" in said
-    assert re.search(r"\d+ of 43 records are trained on, 8 conversations are held out", said)
+    write_chats(here / "twice.jsonl", [*map(chat, range(NUMBER))] * 2)
+    assert derived("eagle", "--plan", *SMALL, data="twice.jsonl") == 0
+    line = "64 of 80 records are trained on, 8 conversations are held out; 8 records with the first prompt of one"
+    assert line in capsys.readouterr().err
     write_chats(here / "many.jsonl", [*map(chat, range(NUMBER)), *[odd] * 3])
     assert derived("eagle", "--plan", data="many.jsonl") == 2
     assert "3 of 43 records are skipped: 3 no turns; the first is many.jsonl:41: " in the_error(capsys)
