@@ -313,13 +313,15 @@ class Method(NamedTuple):
     settings: type[Settings]
     entry: str
     """Name of the script in `train/`."""
+    rate: float = 1.5
+    """Peak learning rate of Muon in a derived recipe, times the target's width."""
 
 
 METHODS = {
     "eagle3": Method("EAGLE-3", Eagle3Settings, "eagle"),
     "mtp": Method("MTP", MtpSettings, "mtp"),
-    "draft": Method("draft model", DraftSettings, "distill"),
-    "medusa": Method("Medusa", MedusaSettings, "medusa"),
+    "draft": Method("draft model", DraftSettings, "distill", rate=1.0),
+    "medusa": Method("Medusa", MedusaSettings, "medusa", rate=4.0),
     "dflash": Method("DFlash", DFlashSettings, "dflash"),
     "dflash2": Method("DFlash2", DFlash2Settings, "dflash2"),
     "dspark": Method("DSpark", DSparkSettings, "dspark"),

@@ -19,7 +19,7 @@ from eval.data.prompts import split_prompts
 from eval.records.result_folders import plain_name, short_name
 from heads.core.errors import UserError
 from heads.core.files import check_folder, is_file, write_text
-from heads.methods.method_settings import DraftBlockSettings
+from heads.methods.method_settings import METHODS, DraftBlockSettings
 from train.core.strict_yaml import Source, overridden
 from train.data.data_settings import Answers, Data
 from train.data.dialogues import first_turns
@@ -43,8 +43,6 @@ SMALL_VOCABULARY = 6144
 SHAPED = {"init_from", "path", "layers", "fresh"}
 """Settings of a head that give it a shape, so that none is derived."""
 DATA_ENDING = r"(\.jsonl?|\.parquet)?(\.gz)?$"
-RATE, RATES = 1.5, {"medusa": 4.0, "draft": 1.0}
-"""Peak learning rate of Muon times the target's width, and that of kinds with another one."""
 ADAMW_RATE = 1 / 3
 """Best rate of AdamW alone as a share of Muon's: 2e-3 of 6e-3 on the quickstart's target, 1e-3 of 3e-3 on SmolLM2-135M
 (eval/results/LAB.md)."""
@@ -195,7 +193,7 @@ def derive(source: Source, first: Recipe, launch: "Launch") -> tuple["Plan", str
     optimizer = launch.optimizer(first.train.optimizer)
     if not {"train", "train.optimizer"} & source.overrides.keys():
         tree["train"]["optimizer"] = optimizer
-    rate = RATES.get(first.head.kind, RATE) * (ADAMW_RATE if optimizer == "adamw" else 1)
+    rate = METHODS[first.head.kind].rate * (ADAMW_RATE if optimizer == "adamw" else 1)
     fill(tree, "train", lr=float(f"{rate / config.hidden_size:.1e}"))
     plan = largest_batch(source, launch, batch_sizes, size.memory * launch.memory_bytes)
     depth = DEPTH if first.head.kind == "draft" else len(plan.head.depth_weights)
