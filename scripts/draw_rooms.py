@@ -114,7 +114,8 @@ def arrow(start: int, end: int, y: int) -> str:
     if start - end == 1:
         right = place(start)
         return f'<path d="M{right} {y + 14}H{right - GAP + 3}" class="arrow"/>'
-    begin, finish = place(start) + COLUMN // 3, place(end) + 2 * COLUMN // 3
+    begin = place(start) + COLUMN // 3
+    finish = place(end) + 2 * COLUMN // 3
     return f'<path d="M{begin} {y}C{begin} {y - 22} {finish} {y - 22} {finish} {y - 3}" class="arrow"/>'
 
 

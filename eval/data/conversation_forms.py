@@ -175,7 +175,8 @@ def read_turns(record: Record, column: str, role: str = "user") -> list[Message]
     """Return the turns in a column, with the names of roles that chat templates use. `role`: that of a text, and of the
     first in a list of texts, which take turns."""
     place, fields = record
-    turns, place = fields[column], f"{place}: {column}"
+    turns = fields[column]
+    place = f"{place}: {column}"
     if isinstance(turns, dict) and "messages" in turns:  # the input of OpenAI's preferences
         turns = turns["messages"]
     turns = _as_list(turns, *ROLE, *CONTENT)
@@ -261,7 +262,8 @@ def with_context(record: Record, messages: list[Message]) -> tuple[list[Message]
             isinstance(pair, list) and list(map(type, pair)) == [str, str] for pair in history
         )
         if not is_pairs:
-            what, reason = "a list of pairs of a question and its answer", "a history that is no list of pairs"
+            what = "a list of pairs of a question and its answer"
+            reason = "a history that is no list of pairs"
             raise _unexpected(f"{place}: history", what, history, reason)
         roles = ("user", "assistant")
         past = [{"role": role, "content": text} for pair in history for role, text in zip(roles, pair, strict=True)]
@@ -299,12 +301,14 @@ def _read_turn(place: str, turn: Any, nullable: Collection[str] = ()) -> Message
     `nullable`: names of weights of which null says nothing."""
     if not isinstance(turn, dict):
         raise _unexpected(place, "a turn with 'role' and 'content'", turn, "no turns")
-    name, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
+    name = turn.get("role", turn.get("from"))
+    content = turn.get("content", turn.get("value"))
     role = re.sub(r"[\W_]+", "_", name.lower()).strip("_0123456789") if isinstance(name, str) else ""
     if role in (CALL, "tool_call"):
         found = CALLS.match(content) if isinstance(content, str) else None
         turn = {**turn, CALL: content if found is None else found[3]}
-        role, content = "assistant", None if found is None else found[1].strip() or None
+        role = "assistant"
+        content = None if found is None else found[1].strip() or None
     if role not in ROLES:
         raise _unexpected(place, f"a role of {', '.join(NAMES_OF_ROLES)}", name, f"unknown role {shown(name)}")
     message = {key: value for key, value in turn.items() if key not in READ and value is not None}

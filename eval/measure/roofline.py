@@ -43,7 +43,8 @@ def copy_bandwidth(engine: Engine) -> float:
 
 def best_seconds(engine: Engine, work: Callable[[], Any]) -> float:
     """Return the seconds of `work`, run several times without a pause. The state of the rows is restored."""
-    best, count = float("inf"), ROUNDS[engine.target.device.type]
+    best = float("inf")
+    count = ROUNDS[engine.target.device.type]
     for _ in range(TRIES[engine.target.device.type]):
         with preserved(engine.decoder.state):
             started = engine.clock()
@@ -62,7 +63,8 @@ def roofline(engine: Engine, plain: Engine, *, length: int, tau: float, bandwidt
         fill_batch(each, length)
         longest = length + (ROUNDS[each.target.device.type] + 1) * each.nodes
         extent = min(round_up(longest), each.decoder.target.spec.capacity)
-        parts, seconds = parts_of(each, length, bandwidth), best_seconds(each, partial(each.rounds, extent))
+        parts = parts_of(each, length, bandwidth)
+        seconds = best_seconds(each, partial(each.rounds, extent))
         left = max(0.0, 1e6 * seconds - sum(part.us for part in parts))
         parts.append(RooflinePart(part="gaps", bytes=0, floor_us=0.0, us=left, over_floor=None))
         floor = sum(part.floor_us for part in parts)
@@ -154,7 +156,9 @@ def bytes_read(engine: Engine) -> tuple[int, int]:
 def phase_seconds(engine: Engine, extent: int) -> dict[str, float]:
     """Return the seconds of each phase of a round of the engine's rows. On a GPU each is replayed from a graph of its
     own, without the time of launches."""
-    decoder, state, capture = engine.decoder, engine.decoder.state, engine.rounds.capture
+    decoder = engine.decoder
+    state = engine.decoder.state
+    capture = engine.rounds.capture
     proposal = decoder.propose()
     features, verified = decoder.verify(proposal, extent)
     acceptance = decoder.rule.accept(*verified)

@@ -29,7 +29,8 @@ class RoundState:
     @classmethod
     def new(cls, *, batch_size: int, capacity: int, depth: int, device: torch.device) -> "RoundState":
         """Return a state whose rows have no requests. `capacity`: maximum number of tokens that a request emits."""
-        B, M = batch_size, depth + 1
+        B = batch_size
+        M = depth + 1
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
@@ -64,8 +65,11 @@ class Commit:
 
     def __init__(self, state: RoundState, eos: Tensor, depth: int) -> None:
         """eos: any number of token ids, int64."""
-        M, device = depth + 1, state.done.device
-        self.state, self.eos, self.depth = state, eos, depth
+        M = depth + 1
+        device = state.done.device
+        self.state = state
+        self.eos = eos
+        self.depth = depth
         self.offsets = torch.arange(M, device=device)
         self.shown = torch.arange(state.report.shape[1] - 3, device=device)
 
@@ -77,7 +81,8 @@ class Commit:
         accepted (B,), emitted (B, M): as in `Acceptance`; depths (B, N): of each tree's nodes, None if all trees have K
         levels; copied (B,): as in `Proposal`.
         """
-        state, count = self.state, accepted + 1
+        state = self.state
+        count = accepted + 1
         emitted_count, ended = self.cut(emitted, count)
         active = ~state.done
         emitted_count = emitted_count * active

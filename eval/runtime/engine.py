@@ -102,7 +102,10 @@ class Engine:
     ) -> None:
         """`tokenizer`: needed only for stop strings."""
         options.check(target, head)
-        self.target, self.head, self.options, self.tokenizer = target, head, options, tokenizer
+        self.target = target
+        self.head = head
+        self.options = options
+        self.tokenizer = tokenizer
         asked = {name: getattr(target.model.generation_config, name, None) for name in UNAPPLIED}
         if rest := [f"{name} {value}" for name, value in asked.items() if value not in (None, 0, 1)]:
             warn_once(f"{target.name}: its generation_config.json asks for {', '.join(rest)}: not applied here")
@@ -123,7 +126,10 @@ class Engine:
         """Time at which the host read the last report."""
 
     def _build(self) -> Decoder:
-        target, head, options, device = self.target, self.head, self.options, self.target.device
+        target = self.target
+        head = self.head
+        options = self.options
+        device = self.target.device
         if self.on_host:
             check_memory(target, options.batch_size, options.max_length, nodes=self.nodes, drafts=head is not None)
         spec = CacheSpec(
@@ -170,7 +176,8 @@ class Engine:
             return self._generate(iter(requests), on_tokens)
 
     def _check(self, index: int, request: Request) -> None:
-        can_stop, slots = self.tokenizer is not None, self.options.max_length
+        can_stop = self.tokenizer is not None
+        slots = self.options.max_length
         check_request(request, f"request {index}", target=self.target, slots=slots, nodes=self.nodes, can_stop=can_stop)
 
     def _generate(self, requests: Iterator[Request], on_tokens: OnTokens | None) -> list[Output]:
@@ -205,7 +212,8 @@ class Engine:
                 or not any(state is not None and state.most_tokens_left > 0 for state in request_states)
             ):
                 for row, (index, output) in self._read_report(request_states, on_tokens).items():
-                    outputs[index], request_states[row] = output, None
+                    outputs[index] = output
+                    request_states[row] = None
         return [output for output in outputs if output is not None]
 
     def _decode(self, request_states: list[RequestState | None]) -> None:
@@ -264,7 +272,8 @@ class Engine:
             self.timings.decode_seconds += now - self.last_read
             self.last_read = now
         under_way = sum(is_round for is_round, _ in self.launched)
-        state, M = self.decoder.state, self.options.shape.depth + 1
+        state = self.decoder.state
+        M = self.options.shape.depth + 1
         ended: dict[int, tuple[int, Output]] = {}
         for row, (request_state, report) in enumerate(zip(requests_in_rows, reports, strict=True)):
             if request_state is None or not is_current[row]:  # that request has ended already

@@ -170,7 +170,8 @@ class StopStringMatcher:
     """
 
     def __init__(self, stops: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> None:
-        self.stops, self.tokenizer = tuple(stops), tokenizer
+        self.stops = tuple(stops)
+        self.tokenizer = tokenizer
         self.reach = 4 * max(map(len, stops)) + SLACK
         self.searched = 0
 
@@ -233,7 +234,9 @@ class RequestState:
     ) -> Output:
         """Return the output of a request that ended. accepted, reached, copied: as in `Output`, for all rounds of the
         row. Rounds after a stop string are dropped."""
-        kept_by_round, tested_by_round, left = [], [], len(self.tokens) - 1
+        kept_by_round = []
+        tested_by_round = []
+        left = len(self.tokens) - 1
         for kept, tested in zip(accepted, reached, strict=True):
             if left == 0:
                 break
@@ -280,7 +283,8 @@ class Detokenizer:
 
     def _shown(self, text: str) -> None:
         if text:  # tokens without text, such as special tokens, are not enough context for the next one
-            self.known, self.waiting = self.waiting, []
+            self.known = self.waiting
+            self.waiting = []
 
     def _rest(self) -> str:
         return str(self.decode(self.known + self.waiting)[len(self.decode(self.known)) :])

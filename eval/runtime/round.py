@@ -80,7 +80,8 @@ class Decoder:
         row has a penalty. tokens (B, N): of the nodes; above: `ancestors` of the proposal, or None for a chain."""
         if not self.sampling.penalised:
             return None
-        output, (B, N) = self.state.output, tokens.shape
+        output = self.state.output
+        B, N = tokens.shape
         index = torch.arange(output.shape[1], device=output.device)
         before = (index < self.state.output_length[:, None] - 1).float()  # the root, the last of them, is a node
         counts = before.new_zeros(B, self.sampling.vocab_size).scatter_add_(1, output, before)
@@ -90,14 +91,16 @@ class Decoder:
 
     def commit(self, proposal: Proposal, acceptance: Acceptance, features: Features) -> None:
         """Add the accepted tokens to the state, cut at EOS and at the limit, and let the head read the new tokens."""
-        chain, path = is_chain(self.shape), acceptance.path
+        chain = is_chain(self.shape)
+        path = acceptance.path
         depths = None if chain else proposal.depths
         result = self.update(acceptance.accepted, acceptance.emitted, depths, proposal.copied)
         if not chain:
             self.target.compact(result.start, path)
         if self.head is None:
             return
-        aux_hidden_states, hidden = features.aux_hidden_states, features.hidden
+        aux_hidden_states = features.aux_hidden_states
+        hidden = features.hidden
         if not chain:  # the path of a chain is its nodes in order
             aux_hidden_states, hidden = (x.take_along_dim(path[..., None], 1) for x in (aux_hidden_states, hidden))
         observation = Observation(
@@ -118,7 +121,8 @@ def read_prompts(decoder: Decoder, new_requests: dict[int, Request]) -> None:
         decoder.head.reset_rows(decoder.head_state, torch.tensor(is_new, device=decoder.state.done.device))
     start = 0
     while rows := [row for row, request in new_requests.items() if len(request.prompt) > start]:
-        features, spans = {}, {}
+        features = {}
+        spans = {}
         for row in rows:
             features[row], spans[row] = read_chunk(decoder, row, new_requests[row], start)
         if decoder.head is not None:
@@ -129,7 +133,8 @@ def read_prompts(decoder: Decoder, new_requests: dict[int, Request]) -> None:
 def read_chunk(decoder: Decoder, row: int, request: Request, start: int) -> tuple[Features, Tensor]:
     """Read one row's next chunk. Return its features (1, C, ..), and the tokens of the chunk with the token after
     it."""
-    device, prompt = decoder.state.root.device, torch.tensor(request.prompt, dtype=torch.int64)
+    device = decoder.state.root.device
+    prompt = torch.tensor(request.prompt, dtype=torch.int64)
     C = chunk_size(decoder.target, len(prompt) - start)
     chunk = prompt[start : start + C]
     tokens = torch.zeros(1, C, dtype=torch.int64)
@@ -152,9 +157,11 @@ def chunk_size(target: CachedDecoder, remaining: int) -> int:
 def open_row(decoder: Decoder, row: int, request: Request, hidden: Tensor) -> Tensor:
     """Choose the first token (1,) from the hidden state (1, 1, D) of the prompt's last token, and set the row's
     state."""
-    state, P = decoder.state, len(request.prompt)
+    state = decoder.state
+    P = len(request.prompt)
     decoder.sampling.set_row(row, request.sampling, request.prompt)
-    position, logits = torch.full((1, 1), P, device=hidden.device), decoder.target.logits(hidden)
+    position = torch.full((1, 1), P, device=hidden.device)
+    logits = decoder.target.logits(hidden)
     counts = torch.zeros_like(logits) if request.sampling.penalises else None
     root = decoder.sampling.row(row).choose(logits, position, counts)[0]
     state.length[row] = P
@@ -174,7 +181,8 @@ def open_row(decoder: Decoder, row: int, request: Request, hidden: Tensor) -> Te
 def extend(decoder: Decoder, features: dict[int, Features], spans: dict[int, Tensor], start: int) -> None:
     """Let the head read one chunk of every new row's prompt. Other rows are unchanged."""
     assert decoder.head is not None
-    B, M = len(decoder.state.done), max(f.hidden.shape[1] for f in features.values())
+    B = len(decoder.state.done)
+    M = max(f.hidden.shape[1] for f in features.values())
     first = next(iter(features.values()))
     tokens = decoder.state.root.new_zeros(B, M + 1)
     aux_hidden_states = first.aux_hidden_states.new_zeros(B, M, first.aux_hidden_states.shape[-1])

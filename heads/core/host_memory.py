@@ -44,7 +44,8 @@ def group_limits(root: Path) -> Iterator[tuple[int, int]]:
             group = mount / path.strip("/")
             # Inside a container, the path may be that of the machine, which the container does not see.
             for folder in (group, *group.parents):
-                limit, used = read_text(folder / limit_file).strip(), read_text(folder / use_file).strip()
+                limit = read_text(folder / limit_file).strip()
+                used = read_text(folder / use_file).strip()
                 if limit.isdigit() and used.isdigit():
                     stat = dict(row.split() for row in read_text(folder / "memory.stat").splitlines())
                     yield int(limit), int(used) - int(stat.get(cached, 0))

@@ -148,7 +148,8 @@ class Draft(nn.Module, DraftHead):
         head_config = DraftConfig.from_plain(config, SAVED)
         model: Any = empty_model(head_config.model)
         rows = len(model.get_output_embeddings().weight)
-        vocab_size, common_size = head_config.vocab_size, head_config.common_size
+        vocab_size = head_config.vocab_size
+        common_size = head_config.common_size
         if not 0 < common_size <= vocab_size == rows:
             raise UserError(
                 f"draftsmith.config: vocab_size {vocab_size} and common_size {common_size} do not fit a model of "
@@ -165,7 +166,8 @@ class Draft(nn.Module, DraftHead):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Draft":
         """Convert the weights, but keep the dtype of the rotary frequencies. In bfloat16, angles some hundred positions
         away would be off by whole radians."""
-        buffers, saved = self.model.named_buffers(remove_duplicate=False), self.model.state_dict()
+        buffers = self.model.named_buffers(remove_duplicate=False)
+        saved = self.model.state_dict()
         frequencies = {name: x for name, x in buffers if name not in saved and x.is_floating_point()}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         restore_buffers(self.model, frequencies)
@@ -216,7 +218,8 @@ class Draft(nn.Module, DraftHead):
         return counts_by_depth(rows, 1, 1)
 
     def loss(self, batch: Batch, scale: Tensor) -> HeadLoss:
-        config, output = self.config, self.output
+        config = self.config
+        output = self.output
         row, label = supervised(batch, 1).nonzero(as_tuple=True)  # (R,) each
         states = self.states(batch)[row, label - 1][None]  # (1, R, D)
         if output.scale != 1.0:
@@ -237,10 +240,13 @@ class Draft(nn.Module, DraftHead):
         )
 
     def step_cost(self, batch_size: int, length: int, *, width: int, most: int) -> StepCost:
-        N, layers, sizes = batch_size * length, self.text_config.num_hidden_layers, Widths.of(self.text_config)
+        N = batch_size * length
+        layers = self.text_config.num_hidden_layers
+        sizes = Widths.of(self.text_config)
         head = self.output.head
         work = N * (flops(self) - flops(head) + layers * 2 * ATTENTION_PRODUCTS * sizes.queries * length)
-        kept, backward = layers * N * width * sizes.kept(6, 4, 4), 2 * width * sizes.inner * N
+        kept = layers * N * width * sizes.kept(6, 4, 4)
+        backward = 2 * width * sizes.inner * N
         return StepCost(work, kept, N, self.config.common_size, N, N, backward, [head])
 
     @torch.no_grad()
@@ -275,8 +281,11 @@ class Draft(nn.Module, DraftHead):
 
     @torch.no_grad()
     def extend(self, state: DraftState, observation: Observation) -> None:
-        tokens, start, count = observation.tokens, observation.start, observation.count
-        nodes, M = observation.nodes, tokens.shape[1] - 1
+        tokens = observation.tokens
+        start = observation.start
+        count = observation.count
+        nodes = observation.nodes
+        M = tokens.shape[1] - 1
         if nodes is None:
             state.read(tokens[:, :-1], PrefillSlots(start, count, state.slot, M), prompt=True)
         elif observation.unread:  # nor may the token before them have been read
@@ -286,7 +295,8 @@ class Draft(nn.Module, DraftHead):
             )
         elif state.shape.top_k > 1:
             # Only the last accepted node may be unexpanded; the next round reads it with its root.
-            path, offset = state.expanded.gather(1, nodes) + 1, state.slot[:M]
+            path = state.expanded.gather(1, nodes) + 1
+            offset = state.slot[:M]
             path = torch.where((path > 0) & (offset < count[:, None]), path, offset)  # other entries stay in place
             state.decoder.compact(start, path)
         copy_last(state.previous, tokens, count)
@@ -294,9 +304,11 @@ class Draft(nn.Module, DraftHead):
 
     @torch.no_grad()
     def propose(self, state: DraftState, pick: Pick) -> Proposal:
-        decoder, scratch = state.decoder, scratch_slots(state.shape)
+        decoder = state.decoder
+        scratch = scratch_slots(state.shape)
         # After its last position the draft reads nothing new, and nobody needs what it drafts: the rounds are plain.
-        length, reads = state.length.clamp_max(state.last), state.length <= state.last
+        length = state.length.clamp_max(state.last)
+        reads = state.length <= state.last
         observed = length + 1  # with the root, which the pair below reads
 
         def expand(tokens: Tensor, rows: Tensor, paths: Tensor, level: int) -> Tensor:

@@ -37,7 +37,8 @@ class LookupFirst(Drafter):
 
     def __init__(self, match: int, head: Any, device: torch.device | str = "cpu") -> None:
         """`match`: number M of tokens of the shortest match after which the lookup drafts."""
-        self.match, self.head = match, head
+        self.match = match
+        self.head = head
         self.lookup = Lookup(max(match, LONG), device)
         self.aux_layer_ids = head.aux_layer_ids
         self.origin = head.origin
