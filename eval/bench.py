@@ -35,6 +35,7 @@ from eval.core.command_line import (
     add_wandb_option,
     check_depths,
     exit_status,
+    place,
     print_line,
     typed,
 )
@@ -53,7 +54,7 @@ COMPARISONS = Path("runs/compare")
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser("Measure draft heads: tau and speed, and compare every token with plain decoding.")
     add_head_options(parser, several=True)
-    parser.add_argument("--head", metavar="HEAD", help="the head, as wandb's sweep agent passes it")
+    parser.add_argument("--head", type=place, metavar="HEAD", help="the head, as wandb's sweep agent passes it")
     add_measure_options(parser)
     address = typed(Annotated[str, AfterValidator(check_url)])
     parser.add_argument(

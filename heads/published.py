@@ -118,8 +118,11 @@ def start_from(path: str, kind: str, settings: Mapping[str, Any], target: Frozen
         if not shape.get("conv_kernel_size"):  # without convolutions there is nothing to be like
             shape = {name: value for name, value in shape.items() if not name.startswith("conv_")}
     chosen = {name: value for name, value in settings.items() if value is not None}
+    left_out = [
+        name for name in sorted(method.optional) if was == kind and shape.get(name) and not chosen.get(name, True)
+    ]
     for name, value in chosen.items():
-        if name in shape and name not in free and shape[name] != value:
+        if name in shape and name not in free and shape[name] != value and name not in left_out:
             has = f"has {shape[name]}"
             if was != kind and name == "block_size":
                 has = f"drafts {source.depth} tokens, for which a {kind} has {shape[name]} rows"
@@ -128,7 +131,11 @@ def start_from(path: str, kind: str, settings: Mapping[str, Any], target: Frozen
     defaults = {name: field.default for name, field in fields.items() if field.default is not None}
     config = shape | {name: value for name, value in {**defaults, **chosen}.items() if name in free}
     if was == kind:
-        return method.head.from_checkpoint(config, source.to_checkpoint())
+        head = method.head.from_checkpoint(config, source.to_checkpoint())
+        if left_out:
+            head = head.without(left_out, target, token_counts)
+            head.started = f"{path}, without {' and '.join(left_out)}"
+        return head
     head = method.head(method.head.Config.from_plain(config | chosen))
     begin(head, target, token_counts, closely=True)
     ours = head.state_dict()

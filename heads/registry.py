@@ -29,10 +29,12 @@ class HeadKind:
     """Format of the folder in which the head is saved."""
     training: frozenset[str] = frozenset({"depth", "depth_decay", "loss"})
     """Settings that affect only the training. A head that starts from another may have different ones."""
+    optional: frozenset[str] = frozenset()
+    """Settings that a head that starts from another may leave out (`Eagle3.without`)."""
 
 
 HEADS = {
-    "eagle3": HeadKind(Eagle3, eagle3.FORMAT),
+    "eagle3": HeadKind(Eagle3, eagle3.FORMAT, optional=frozenset({"fc_norm", "norm_output"})),
     "medusa": HeadKind(Medusa, medusa.FORMAT, frozenset({"depth_decay", "loss", "tree_nodes"})),
     "mtp": HeadKind(Mtp, mtp.FORMAT),
     **{kind: HeadKind(head, block_format(head), head.training_settings) for kind, head in BLOCK_HEADS.items()},

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.utils.hub import cached_file
 
-from heads.core.errors import UserError, first_line
+from heads.core.errors import UserError, first_line, warn_once
 from heads.core.files import file_hash, is_full_disk, whole_folder
 from heads.foreign.published_files import DAMAGE
 from heads.formats.engine_folder import Schedule, Verdict, check_contents
@@ -28,6 +28,7 @@ from heads.formats.quantized import dequantized
 from heads.registry import HEADS, UNTRAINED, kind_of
 from heads.targets.frozen_target import FrozenTarget
 from heads.targets.hub import absolute, repo_and_revision, with_names
+from heads.targets.identity import changes
 
 FORMAT = 1
 CONFIG = "config.json"
@@ -45,7 +46,7 @@ def target_record(target: FrozenTarget) -> dict[str, Any]:
     return {
         "name": absolute(target.name),
         "architecture": type(target.model).__name__,
-        "fingerprint": target.fingerprint,
+        **target.identity,
         "quantize": target.quantize,
         "hidden_size": target.hidden_size,
         "vocab_size": target.vocab_size,
@@ -59,6 +60,7 @@ def target_record(target: FrozenTarget) -> dict[str, Any]:
         "trust_remote_code": target.trust_remote_code,
         **({"adapter": absolute(target.merged_adapter)} if target.merged_adapter else {}),
         **({"gguf_file": target.gguf_file} if target.gguf_file else {}),
+        **({} if target.fix_mistral_regex is None else {"fix_mistral_regex": target.fix_mistral_regex}),
     }
 
 
@@ -258,26 +260,23 @@ def check_loaders(
 
 
 def check_fits(path: str | Path, target: FrozenTarget) -> None:
-    """Raise UserError for a head that was trained for another target: with another width, vocabulary or depth, or
-    other weights.
-
-    All quantised forms of a target count as that target. The user chooses on which of them a head runs.
-    """
+    """Raise UserError for a head that was trained for a target of another width, vocabulary or depth. Say if the target
+    is another copy than that of the training, with other weights, another config or another tokenizer."""
     trained_for = read_config(find_head(path))["target"]
     known = trained_for["name"]  # None in a published head whose target is a folder
     where = "a target" if known is None else f"target {known}"
-    # All quantised forms have one fingerprint, apart from a mark after a dash.
-    prints = [fingerprint.partition("-")[0] for fingerprint in (trained_for["fingerprint"], target.fingerprint)]
     for name, ours, theirs in (
         ("hidden size", trained_for["hidden_size"], target.hidden_size),
         ("vocabulary", trained_for["vocab_size"], target.vocab_size),
         ("number of layers", trained_for["num_layers"], target.num_layers),
-        ("fingerprint of the weights", *prints),
     ):
-        if ours != theirs and theirs != "":  # no fingerprint: the target was made from its config only
-            cause, remedy = "", "measure it on its own target"
-            # Every dtype has the same fingerprint except float16, whose range cuts off small weights.
-            if name.startswith("fingerprint") and target.dtype == torch.float16:
-                cause, remedy = "float16 cuts small weights of the target off: ", "ask for bfloat16"
+        if ours != theirs:
             has = f"trained for {where} with {name} {ours}, but {target.name} has {theirs}"
-            raise UserError(f"{path}: {cause}{has}; {remedy}")
+            raise UserError(f"{path}: {has}; measure it on its own target")
+    if changed := changes(trained_for, target.identity):
+        # Every dtype has the same fingerprint except float16, whose range cuts off small weights.
+        cuts = ", some cut off by float16" if target.dtype == torch.float16 else ""
+        warn_once(
+            f"{path}: {target.name} is another copy of the target that it was trained for "
+            f"({'; '.join(changed)}{cuts}): what is measured is of this copy"
+        )

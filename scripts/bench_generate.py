@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from eval.core.command_line import Parser, add_target_options, exit_status, typed
+from eval.core.command_line import Parser, add_target_options, exit_status, place, typed
 from eval.data.prompts import prompts_hash
 from eval.records.measure_settings import add_prompt_options, to_settings
 from heads.core.files import check_file
@@ -27,7 +27,7 @@ WARM_UP_TOKENS = 16
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser("Plain decoding here against transformers generate.")
     add: Any = parser.add_argument
-    add("target", help="a folder or a Hub id")
+    add("target", type=place, help="a folder or a Hub id")
     add_target_options(parser)
     add("--repeats", type=typed(Count), default=3, help="times that each decodes each prompt; default: %(default)s")
     add_prompt_options(parser, num_prompts=16, max_prompt_tokens=512, max_new_tokens=128)

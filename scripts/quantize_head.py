@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from eval.core.command_line import Parser, exit_status
+from eval.core.command_line import Parser, exit_status, place
 from heads.core.files import check_folder
 
 DTYPES = ("fp8", "int8")
@@ -19,7 +19,7 @@ DTYPES = ("fp8", "int8")
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser("Save a head with its projections in 8 bits.")
     add = parser.add_argument
-    add("head", help="a run's folder, or the folder or Hub id of a head")
+    add("head", type=place, help="a run's folder, or the folder or Hub id of a head")
     add("out", type=Path, help="folder to create")
     add("--dtype", choices=DTYPES, default="fp8", help="8-bit type of the weights; default: %(default)s")
     return parser.parse_args(arguments)

@@ -12,15 +12,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from eval.core.command_line import Parser, exit_status
+from eval.core.command_line import Parser, exit_status, place
 from heads.core.files import check_folder
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser("Put the modules of an MTP head into a copy of its target's checkpoint.")
     add = parser.add_argument
-    add("head", help="a run's folder, or the folder or Hub id of a head of kind mtp")
-    add("target", help="folder of the target's checkpoint")
+    add("head", type=place, help="a run's folder, or the folder or Hub id of a head of kind mtp")
+    add("target", type=place, help="folder of the target's checkpoint")
     add("out", type=Path, help="folder to create")
     add("--trust-remote-code", action="store_true", help="run Python code that comes with the target")
     return parser.parse_args(arguments)

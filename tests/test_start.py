@@ -74,6 +74,14 @@ def test_neither_help_nor_a_mistyped_command_imports_anything_heavy() -> None:
             assert not any(f"(default: {value})" in out for value in ("", "True", "False", "()", "None")), entry
 
 
+def test_what_a_run_may_do_without_is_imported_where_it_is_used() -> None:
+    files = [path for folder in ("heads", "eval", "train", "scripts") for path in (ROOT / folder).rglob("[!_]*.py")]
+    names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in files]
+    look = "import importlib, sys; [importlib.import_module(name) for name in sys.argv[1:]]; print(*sys.modules)"
+    done = run("-c", look, *names)
+    assert done.returncode == 0 and not {"wandb", "deepspeed", "openai"} & set(done.stdout.split()), done.stderr
+
+
 @pytest.mark.parametrize("words", [["train/eagle.py", "--help"], ["-c", TABLE]], ids=["help", "a table"])
 def test_output_that_nobody_reads_ends_a_command_quietly(words: list[str]) -> None:
     """`rich` would end the command with status 1, which means that an output was not the target's own."""

@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from eval.core.command_line import Parser, asks_usage, exit_status, print_line, typed
+from eval.core.command_line import Parser, asks_usage, exit_status, place, print_line, typed
 from heads.core.errors import UserError
 from heads.core.strict_settings import Count
 from train.core.strict_yaml import Amount
@@ -84,8 +84,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.allow_abbrev = False
     add = parser.add_argument
     add("overrides", nargs="*")
-    add("--model")
-    add("--data")
+    add("--model", type=place)
+    add("--data", type=place)
     add("--wandb", type="tracking.wandb={}".format)
     add("--plan", action="store_true")
     planning = [

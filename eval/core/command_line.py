@@ -14,13 +14,14 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Annotated, Any, NoReturn, get_args, get_origin
 
 from pydantic import TypeAdapter, ValidationError
 
 from heads.core.contract import HEAD_TREE, Drafter, shape_for
 from heads.core.errors import UserError, first_line
-from heads.core.files import is_full_disk
+from heads.core.files import expanded, is_full_disk
 from heads.core.tree import TreeShape
 
 AUTO = "auto"
@@ -36,9 +37,18 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, description: str):
         super().__init__(description=description)
+        self.register("type", Path, lambda text: Path(place(text)))
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message.removeprefix('argument ')}; see --help")
+
+
+def place(text: str) -> str:
+    """Parse an option that is a path, or a name on the Hub."""
+    try:
+        return expanded(text)
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def is_tuple(hint: Any) -> bool:
@@ -102,6 +112,13 @@ def add_target_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", help="such as cuda or cpu; default: cuda if there is a GPU, else cpu")
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the target")
     parser.add_argument(
+        "--fix-mistral-regex",
+        type=typed(bool),
+        metavar="true|false",
+        help="replace the pattern by which the tokenizer splits text, as transformers offers for Mistral's older "
+        "files; default: as in the head's training, else it stays",
+    )
+    parser.add_argument(
         "--quantize", choices=["none", "int8"], help="quantise the target's layers; default: as in the head's training"
     )
     parser.add_argument(
@@ -121,10 +138,12 @@ HEAD_HELP = (
 
 def add_head_options(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
     if several:
-        parser.add_argument("heads", nargs="*", metavar="head", help=HEAD_HELP)
+        parser.add_argument("heads", type=place, nargs="*", metavar="head", help=HEAD_HELP)
     else:
-        parser.add_argument("head", help=HEAD_HELP)
-    parser.add_argument("--target", help="folder or Hub id of the target; default: that of the (first) head")
+        parser.add_argument("head", type=place, help=HEAD_HELP)
+    parser.add_argument(
+        "--target", type=place, help="folder or Hub id of the target; default: that of the (first) head"
+    )
     add_target_options(parser)
 
 

@@ -38,7 +38,7 @@ from eval.data.conversation_forms import (
 from eval.data.data_files import Message, Record, is_local, read_hub, read_records
 from eval.data.python_source import read_split
 from heads.core.errors import UserError, shown
-from heads.core.files import is_file
+from heads.core.files import expanded, is_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -183,6 +183,11 @@ def split_prompts(text: str) -> list[str]:
     return [part.strip() for part in text.split(",")]
 
 
+def expanded_prompts(text: str) -> str:
+    """Return a list of suites and files whose paths have no `~` and no variables (`heads.core.files.expanded`)."""
+    return ",".join(map(expanded, split_prompts(text)))
+
+
 def absolute_prompts(text: str) -> str:
     """Return a list of suites and files that means the same in every working folder."""
     return ",".join(os.path.abspath(name) if is_local(name) else name for name in split_prompts(text))
@@ -272,7 +277,7 @@ def suite_records(suite_or_path: str) -> Iterator[Record]:
 
 def check_suites(names: str) -> None:
     """Raise UserError if one of several suites and files cannot be read, before hours are spent on the target."""
-    suites = split_prompts(names)
+    suites = split_prompts(names) if names else []
     if not all(suites):
         raise UserError(f"--prompts {names!r}: expected suites or files, separated by commas")
     for suite in suites:

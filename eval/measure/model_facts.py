@@ -30,7 +30,7 @@ def target_facts(target: FrozenTarget) -> Target:
     facts = Target(
         name=target.name,
         architecture=type(target.model).__name__,
-        fingerprint=target.fingerprint,
+        **target.identity,
         quantize=target.quantize,
         weight_bytes=weight_bytes(target.model),
         parameters=num_parameters(target.model),

@@ -26,7 +26,7 @@ from heads.registry import build_untrained, untrained_kind
 from heads.saved import find_head, read_config
 from heads.targets.encoder_decoder import give_template
 from heads.targets.frozen_target import FrozenTarget
-from heads.targets.hub import MODEL, is_here, repo_and_revision
+from heads.targets.hub import MODEL, is_here, repo_and_revision, tokenizer_key
 from heads.targets.load import Place, load_end_ids, load_target, load_tokenizer
 
 
@@ -91,6 +91,9 @@ def open_target(
     except (RuntimeError, AssertionError, NotImplementedError):  # depends on the kind of device that is missing
         raise UserError(f"--device {options.device}: not on this machine; use cpu, for example") from None
     scheme = options.quantize or record.get("quantize")
+    chosen: bool | None = options.fix_mistral_regex
+    if chosen is None:
+        chosen = record.get("fix_mistral_regex")
     target, tokenizer = load_pair(
         path,
         dtype=options.dtype,
@@ -99,6 +102,7 @@ def open_target(
         quantize=None if scheme == "none" else scheme,
         adapter=record.get("adapter"),
         gguf_file=record.get("gguf_file"),
+        fix_mistral_regex=chosen,
     )
     print_line(setup_line(target))
     target.template = (record.get("template") or {}) if options.template is None else options.template
@@ -128,6 +132,7 @@ def load_pair(
     quantize: str | None = None,
     adapter: str | None = None,
     gguf_file: str | None = None,
+    fix_mistral_regex: bool | None = None,
     place: Place | None = None,
 ) -> tuple[FrozenTarget, PreTrainedTokenizerBase]:
     """Return a target and the tokenizer of the same path. dtype `auto` is that of the checkpoint, but float32 on a CPU,
@@ -149,7 +154,8 @@ def load_pair(
                 place=place,
                 **files,
             )
-            tokenizer = load_tokenizer(path, adapter=adapter, **files)
+            tokenizer = load_tokenizer(path, adapter=adapter, fix_mistral_regex=fix_mistral_regex, **files)
+            target.fix_mistral_regex = fix_mistral_regex
     finally:
         transformers_logging.set_verbosity(level)
     if tokenizer.vocab_size > target.vocab_size:  # added tokens may be outside: they do not count, and are not used
@@ -157,7 +163,7 @@ def load_pair(
             f"{path}: its tokenizer has {tokenizer.vocab_size} tokens and its output head {target.vocab_size}; use the "
             "model's own tokenizer"
         )
-    target.eos_token_ids = load_end_ids(path, tokenizer, **files)
+    target.eos_token_ids, target.tokenizer = load_end_ids(path, tokenizer, **files), tokenizer_key(tokenizer)
     if target.start_token is not None:
         give_template(tokenizer, target.start_token)
     return target, tokenizer

@@ -29,15 +29,11 @@ from heads.core.errors import UserError
 from heads.formats.engine_folder import why_unfit
 from heads.registry import HEADS
 from heads.saved import CONFIG, find_head, load_head, read_config
-from heads.targets.hub import is_hub_id, name_of, repo_and_revision, with_names
-
-OTHERS = (
-    *("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json"),
-    *("added_tokens.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "chat_template.jinja"),
-)
-"""Files that may accompany a head's config and weights: a draft model is a whole Hugging Face model directory."""
+from heads.targets.hub import is_hub_id, name_of, repo_and_revision, tokenizer_files, with_names
+from heads.targets.identity import changes
 
 RECIPE = "recipe.yaml"
+GENERATION = "generation_config.json"
 METRICS = "metrics.jsonl"
 SHOWN = ("optimizer", "lr", "max_steps", "tokens_per_step", "batch_size", "warmup_steps", "precision")
 """Settings of `train` that a card lists."""
@@ -90,7 +86,9 @@ def collect(
         raise UserError(f"{folder}: {doubt}; fix it, or publish it --unserved")
     form = HEADS[record["kind"]].format
     files: Contents = {CONFIG: public_config(folder / CONFIG, base), form.weights_file: folder / form.weights_file}
-    files |= {other: folder / other for other in OTHERS if (folder / other).is_file()}
+    files |= tokenizer_files(folder)  # a draft model is a whole Hugging Face model directory
+    if (folder / GENERATION).is_file():
+        files[GENERATION] = folder / GENERATION
     shown = None
     if figures is not None and place is not None:
         shown = public_results(figures, repo_id, target)
@@ -154,9 +152,10 @@ def find_measurement(
     same_weights = head.sha256 in (None, record.get("sha256"))  # missing in older results
     if not same_weights or (head.kind, plain(head.config)) != (record["kind"], record["config"]):
         raise UserError(f"{place / RESULTS}: measured another head than {folder}; measure this one with eval/bench.py")
-    if results.target.fingerprint.partition("-")[0] != record["target"]["fingerprint"].partition("-")[0]:
+    if changed := changes(record["target"], results.target.model_dump(exclude_unset=True)):
         raise UserError(
-            f"{place / RESULTS}: measured on another target than {folder} was trained for; measure it on its own"
+            f"{place / RESULTS}: measured on another target than {folder} was trained for ({'; '.join(changed)}); "
+            "measure it on its own"
         )
     return measurement
 

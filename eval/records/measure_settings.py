@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 from pydantic import AfterValidator, Field
 
 from eval.core.command_line import AUTO, draft_shapes, is_tuple, print_line, typed
-from eval.data.prompts import HELD_OUT_SUITE, LATER_TURN, Prompt, prompts_hash, split_prompts
+from eval.data.prompts import HELD_OUT_SUITE, LATER_TURN, Prompt, expanded_prompts, prompts_hash, split_prompts
 from eval.runtime.sampling_params import FILTERS, Rule, Sampling, SharedSampling, Temperature, check_rule
 from heads.core.contract import HEAD_TREE, Drafter
 from heads.core.errors import UserError
@@ -52,7 +52,7 @@ class MeasureSettings(SharedSampling):
 class BenchSettings(MeasureSettings):
     """Settings of the bench and of the final measurement of a run. All of them are recorded in results.json."""
 
-    prompts: str = HELD_OUT_SUITE
+    prompts: Annotated[str, AfterValidator(expanded_prompts)] = HELD_OUT_SUITE
     """Suites (python-heldout, spec_bench, mt_bench, humaneval, mbpp, gsm8k) or files, separated by commas."""
     num_prompts: Count | None = None
     """Number of prompts of each suite, evenly spread. Default: all, or 64 held-out prompts."""

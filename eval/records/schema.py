@@ -197,6 +197,10 @@ class Target(Part):
     name: str
     architecture: str = ""
     fingerprint: str = ""
+    settings: dict[str, Any] = {}
+    """Fields of its config.json that change its texts, where they differ from the defaults of its class."""
+    tokenizer: str = ""
+    """A hash of its tokenizer."""
     quantize: str | None = None
     weight_bytes: int = 0
     parameters: int = 0

@@ -158,7 +158,11 @@ def measure_server(
         settings = settings.as_served(target)
     else:
         if is_here(server.root):
-            tokenizer = load_tokenizer(server.root, trust_remote_code=options.trust_remote_code)
+            tokenizer = load_tokenizer(
+                server.root,
+                trust_remote_code=options.trust_remote_code,
+                fix_mistral_regex=options.fix_mistral_regex,
+            )
             if options.template is None:
                 say_defaults(server.root, tokenizer)
             tokenizer = with_arguments(tokenizer, options.template or {})

@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,21 @@ from pathlib import Path
 from typing import Any
 
 from heads.core.errors import UserError, warn_once
+
+VARIABLE = re.compile(r"\$(\w+|\{\w+\})")
+
+
+def expanded(path: str) -> str:
+    """Return a path as a shell reads it: with a home folder in place of `~`, and with the values of variables, such as
+    `$HOME`. The name of something that is there stays as it is. UserError for an unknown user or variable."""
+    if not (path.startswith("~") or VARIABLE.search(path)) or os.path.lexists(path):
+        return path
+    whole = os.path.expanduser(os.path.expandvars(path))
+    unknown = VARIABLE.search(whole) or re.match("~[^/]*", whole)
+    if unknown:
+        what = "user with a home folder" if whole.startswith("~") else "variable"
+        raise UserError(f"{path}: no {what} {unknown[0]} here; write the whole path")
+    return whole
 
 
 def lock(file: int, how: int = fcntl.LOCK_EX | fcntl.LOCK_NB) -> bool | None:

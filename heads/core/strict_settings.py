@@ -4,9 +4,10 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from heads.core.errors import UserError, shown
+from heads.core.files import expanded
 
 MAX_NUMBER = 2**31
 """Bound of whole numbers: the product of two smaller ones does not overflow."""
@@ -17,6 +18,8 @@ Factor = Annotated[float, Field(ge=0)]
 Seed = Annotated[int, Field(ge=0, lt=MAX_NUMBER)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
+Place = Annotated[str, Field(min_length=1), AfterValidator(expanded)]
+"""A path, or a name of something on the Hub."""
 SAVED = "draftsmith.config"
 """Section of a saved head's config.json with all settings of the head."""
 

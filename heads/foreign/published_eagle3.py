@@ -1,5 +1,5 @@
-"""EAGLE-3 heads in the forms of other projects: raw, as SpecForge, Model Optimizer, DeepSpec and the EAGLE repository
-write them, and speculators'.
+"""EAGLE-3 heads in the forms of other projects: raw, as SpecForge, Model Optimizer, DeepSpec, NeMo Automodel and the
+EAGLE repository write them, and speculators'.
 
 Letters: D width of the head, Dt width of the target, V vocabulary, Vd draft vocabulary.
 """
@@ -36,6 +36,8 @@ BEFORE = {VLLM: "input_layernorm", SGLANG: "hidden_norm"}
 """Norm that each engine applies before a layer after the first. A saved head has one norm under both names."""
 UNTRAINED, LIKENESS_ROWS = 0.1, 4096
 """Mean cosine of embeddings to the target's below which they look untrained, and the number of rows compared."""
+PREFIX = re.compile(r"^model\.")
+"""What NeMo Automodel puts before the names of all modules but the output head."""
 DROPPED = ("verifier_norm.weight", "verifier_lm_head.weight", "midlayer.self_attn.rotary_emb.inv_freq")
 """Tensors in files that are the target's or have no effect."""
 
@@ -56,7 +58,8 @@ def read_eagle3(source: Source, target: FrozenTarget) -> Reading | None:
     check_same(source, target, width=Dt, vocabulary=V)
     nested = fields.get("eagle_config") or {}
     refuse_settings(source, {"eagle_config.use_aux_hidden_state": nested.get("use_aux_hidden_state") is False})
-    weights = {re.sub(r"^layers\.0\.", "midlayer.", name): value for name, value in source.read().items()}
+    weights = {PREFIX.sub("", name): value for name, value in source.read().items()}
+    weights = {re.sub(r"^layers\.0\.", "midlayer.", name): value for name, value in weights.items()}
     for name in DROPPED:
         weights.pop(name, None)
     embed: Any = target.shared.embed_tokens

@@ -1,26 +1,34 @@
 """Folder of a draft model: an ordinary Hugging Face causal LM with its tokenizer."""
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from heads.core.engines import SGLANG, VLLM
+from heads.core.errors import warn_once
 from heads.foreign.published_files import Reading, Source
-from heads.formats.engine_folder import TRIED, Folder, Format, named_class, sglang, vllm
+from heads.formats.engine_folder import TRIED, Folder, Format, named_class, sglang, vllm, with_both_rotations
 from heads.targets.frozen_target import FrozenTarget
+from heads.targets.hub import TOKENIZER_CONFIG, has_file, tokenizer_files
 from heads.targets.load import load_tokenizer
 from heads.targets.smaller_models import fit_vocabulary, load_smaller, model_record, own_weights
 
 
 def write_tokenizer(folder: Path, target: Mapping[str, Any]) -> None:
-    """Write the tokenizer's files, so that the folder is a complete model."""
-    tokenizer = load_tokenizer(
-        target["name"],
-        trust_remote_code=target["trust_remote_code"],
-        gguf_file=target.get("gguf_file"),
-        adapter=target.get("adapter"),
-    )
-    tokenizer.save_pretrained(folder)
+    """Copy the files of the target's tokenizer, or of its adapter's if that has one, so that the folder is a complete
+    model. Those of a GGUF file are made from it."""
+    name, gguf_file, adapter = target["name"], target.get("gguf_file"), target.get("adapter")
+    if adapter is not None and has_file(adapter, TOKENIZER_CONFIG):
+        name, gguf_file = adapter, None
+    files = {} if gguf_file else tokenizer_files(name)
+    for place, file in files.items():
+        (folder / place).parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, folder / place)
+    if not files:
+        trusted = target["trust_remote_code"]
+        load_tokenizer(name, trust_remote_code=trusted, gguf_file=gguf_file).save_pretrained(folder)
+        warn_once(f"{folder}: the tokenizer's files beside the draft model are made from {gguf_file or name}")
 
 
 def check_draft(folder: Folder, reader: str) -> tuple[str | None, list[str]]:
@@ -49,7 +57,11 @@ def read_draft(source: Source, target: FrozenTarget) -> Reading | None:
 
 FORMAT = Format(
     read=read_draft,
-    engine_config=lambda config, target, dtype: {**config.model, "dtype": dtype, "torch_dtype": dtype},
+    engine_config=lambda config, target, dtype: {
+        **with_both_rotations(config.model),
+        "dtype": dtype,
+        "torch_dtype": dtype,
+    },
     readers={VLLM: vllm("draft_model"), SGLANG: sglang("STANDALONE")},
     check=check_draft,
     quantizes=True,

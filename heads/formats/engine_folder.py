@@ -8,9 +8,12 @@ does both.
 import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from transformers import AutoConfig
 
 from heads.core.engines import ENGINES, window_option
 from heads.foreign.published_files import Reading, Source
@@ -254,6 +257,34 @@ def decoder_config(config: BlockConfig, target: Mapping[str, Any], dtype: str) -
         **{name: target.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
         "torch_dtype": dtype,
     }
+
+
+def with_both_rotations(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return config.json of a language model with its rotary positions in both forms: in `rope_parameters`, which
+    transformers 5 and newer engines read, and in `rope_theta` and `rope_scaling`, which all others do.
+
+    The older form is left out where transformers 5 would read other positions from both.
+    """
+    if isinstance(text := fields.get("text_config"), Mapping):
+        return {**fields, "text_config": with_both_rotations(text)}
+    parameters: Any = fields.get("rope_parameters") or {}
+    whole = parameters if "rope_theta" in parameters else parameters.get("full_attention") or {}
+    if "rope_theta" not in whole:
+        return {**fields}
+    scaling = {name: value for name, value in whole.items() if name not in ("rope_theta", "type") and value is not None}
+    if "factor" in scaling:
+        scaling["factor"] = float(scaling["factor"])  # as vLLM needs
+    part = scaling.get("partial_rotary_factor")
+    is_plain = scaling.get("rope_type", "default") == "default" and not {*scaling} & {"mrope_section"}
+    older = {"rope_theta": whole["rope_theta"], "rope_scaling": None if is_plain else scaling}
+    older |= {} if part is None else {"partial_rotary_factor": part}
+    if (local := parameters.get("sliding_attention")) is not None:
+        older["rope_local_base_freq"] = local["rope_theta"]
+    try:
+        one, both = (AutoConfig.for_model(**deepcopy({**fields, **more})) for more in ({}, older))
+    except Exception:  # each family's config has checks of its own
+        return {**fields}
+    return {**fields, **(older if one.rope_parameters == both.rope_parameters else {})}
 
 
 def named_class(config: Mapping[str, Any]) -> str | None:

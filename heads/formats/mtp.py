@@ -16,7 +16,7 @@ from transformers import AutoConfig
 from heads.core.engines import SGLANG, VLLM
 from heads.core.strict_settings import SAVED
 from heads.foreign.published_files import Reading, Source, check_same
-from heads.formats.engine_folder import TRIED, Folder, Format, Shapes, named_class, sglang, vllm
+from heads.formats.engine_folder import TRIED, Folder, Format, Shapes, named_class, sglang, vllm, with_both_rotations
 from heads.methods.family_layers import BlockMaker, block_record
 from heads.methods.mtp import LAYOUTS, PARTS, Layout, MtpConfig, count_modules, read_native, to_field
 from heads.targets.families import register_mimo, rope_scaling, rope_theta
@@ -44,7 +44,7 @@ def mtp_engine_config(config: Any, target: dict[str, Any], dtype: str) -> dict[s
         fields["auto_map"] = {key: name if "--" in str(name) else f"{place}--{name}" for key, name in names}
         if "--" in place:  # transformers splits there
             del fields["auto_map"]
-    return fields
+    return with_both_rotations(fields)
 
 
 VOCABULARY = ("d2t", "t2d", "token_map")

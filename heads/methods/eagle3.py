@@ -16,6 +16,7 @@ Letters: B batch, T tokens, D width of the head, Dt width of the target, Vd draf
 depth.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Self
 
@@ -34,6 +35,7 @@ from heads.methods.initial_weights import (
     begin,
     directions,
     principal_axes,
+    probe_target,
     resized,
 )
 from heads.methods.layers import (
@@ -169,6 +171,19 @@ class Eagle3(Recycling):
         check_tensors(head.to_checkpoint(), weights)
         head.load_state_dict({name: weights[name] for name in head.state_dict()})
         return head
+
+    @torch.no_grad()
+    def without(self, left_out: Sequence[str], target: FrozenTarget, token_counts: Tensor) -> "Eagle3":
+        """Return the head without some of `fc_norm` and `norm_output`, which not all readers know. `fc` takes over the
+        weights of `fc_norm`, and the sizes of the states that it normed."""
+        weights = self.to_checkpoint()
+        if "fc_norm" in left_out and self.fc_norm is not None:
+            norms = torch.cat([weights.pop(f"fc_norm.{i}.weight") for i in range(len(self.aux_layer_ids))])
+            weights["fc.weight"] = weights["fc.weight"] * norms
+            if token_counts.any():
+                scales = probe_target(target, self.aux_layer_ids, token_counts, closely=False).scales
+                weights["fc.weight"] /= scales.repeat_interleave(len(norms) // len(scales))
+        return self.from_checkpoint(self.config.model_dump(mode="json") | dict.fromkeys(left_out, False), weights)
 
     def to_checkpoint(self) -> dict[str, Tensor]:
         norms = {  # vLLM reads the norm before a further layer under the one name, SGLang under the other

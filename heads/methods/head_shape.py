@@ -162,10 +162,12 @@ def mask_token(target: FrozenTarget, mask_token_id: int | None) -> int:
     """Return the id of the mask token; chosen by `unused_id` if None. UserError if it has no embedding, or if
     there is none to choose."""
     if mask_token_id is None:
-        trusted = target.trust_remote_code
-        file = target.gguf_file
         tokenizer = load_tokenizer(
-            target.name, trust_remote_code=trusted, gguf_file=file, adapter=target.merged_adapter
+            target.name,
+            trust_remote_code=target.trust_remote_code,
+            gguf_file=target.gguf_file,
+            adapter=target.merged_adapter,
+            fix_mistral_regex=target.fix_mistral_regex,
         )
         mask_token_id = unused_id(tokenizer, target.vocab_size)
         if mask_token_id is None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final, Literal, NamedTuple, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from heads.core.strict_settings import Count, Factor, Number, Positive, Settings
+from heads.core.strict_settings import Count, Factor, Number, Place, Positive, Settings
 from heads.core.tree import MAX_NODES
 
 LABELS: Final = "labels"
@@ -294,7 +294,7 @@ class LoraSettings(Settings):
 class DraftSettings(Settings):
     """Settings of the head in a recipe. Exactly one of `path`, `layers` and `fresh` is given."""
 
-    path: str | None = None
+    path: Place | None = None
     """Smaller model with the target's tokenizer: a folder or a Hub id."""
     layers: LayerIds | None = None
     """Layers of the target to keep, ascending. The draft is a copy of the target with only these layers."""

@@ -188,7 +188,11 @@ class Mtp(Recycling):
         chosen = settings.model_dump(exclude_none=True)
         defaults = {
             "draft_vocab_size": target.vocab_size,
-            **block_settings(target, None if settings.native else settings.num_attention_heads),
+            **block_settings(
+                target,
+                None if settings.native else settings.num_attention_heads,
+                head_dim=None if settings.native else settings.head_dim,
+            ),
         }
         if settings.native:
             files = tensor_files(target.name)

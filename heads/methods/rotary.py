@@ -86,6 +86,11 @@ def rotary_of(config: Any) -> Rotary:
 def _scaled(config: Any, scaling: dict[str, Any], rotated: int) -> LlamaRotaryEmbedding:
     """Return the rotary positions of a Llama whose heads are as wide as those of `config`. rotated: number of channels
     of each head that they turn."""
+    for name in ("short_factor", "long_factor") if scaling["rope_type"] == "longrope" else ():
+        factors = scaling.get(name)
+        is_whole = isinstance(factors, list | tuple) and len(factors) == rotated // 2
+        got = len(factors) if isinstance(factors, list | tuple) else factors
+        expect(is_whole, f"head.rope_scaling.{name}", f"{rotated // 2} factors, one for each frequency of a head", got)
     try:
         llama = LlamaConfig(
             hidden_size=config.head_dim,
@@ -99,7 +104,6 @@ def _scaled(config: Any, scaling: dict[str, Any], rotated: int) -> LlamaRotaryEm
     except (KeyError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:  # each kind has its own settings
         raise UserError(f"head.rope_scaling: {first_line(error)}") from error
     expect(bool(positive), "head.rope_scaling", "factors above 0", scaling)
-    expect(2 * len(rotary.inv_freq) == rotated, "head.rope_scaling", f"{rotated // 2} factors", scaling)
     return rotary
 
 

@@ -6,7 +6,6 @@ layer's output before the final norm). Hooks read only the auxiliary layers. The
 may see, and sliding windows are computed from positions, so that draft trees need no special code.
 """
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -33,11 +32,9 @@ from heads.targets.families import (
     longest_text,
 )
 from heads.targets.hf_forward import decode, decode_packed
+from heads.targets.identity import fingerprint, forward_settings
 from heads.targets.quantization import quantize_layers
 from heads.targets.recurrent_layers import Stepwise, find_mixers
-
-FINGERPRINT_SAMPLES = 512
-"""Number of weights that are read from each parameter: enough to distinguish fine-tunes, few enough for a 70B model."""
 
 
 @dataclass(frozen=True)
@@ -170,6 +167,9 @@ class FrozenTarget(LanguageModel):
             )
         self.quantize = quantize
         self.fingerprint = fingerprint(model) + (f"-{quantize}" if quantize else "")
+        self.settings = forward_settings(model.config)
+        self.tokenizer = ""
+        """Hash of its tokenizer (`hub.tokenizer_key`); empty if none has been opened with it."""
         self.placement: Literal["whole", "sharded", "absent"] = "whole"
         """Placement of the decoder layers (`heads.targets.layer_placement`). Only a whole target decodes."""
         self.remote: Callable[[Tensor, Tensor, Tensor, Sequence[int]], Features] | None = None
@@ -180,10 +180,17 @@ class FrozenTarget(LanguageModel):
         """True if its config ties embeddings and output head, and its checkpoint holds two tables that differ."""
         self.gguf_file: str | None = None
         """Name of the GGUF file that holds weights and tokenizer, if they are in one."""
+        self.fix_mistral_regex: bool | None = None
+        """As of `load.load_tokenizer`."""
         self.template: Mapping[str, Any] = {}
         """Arguments of its chat template, such as `enable_thinking`."""
         if quantize:
             quantize_layers(self.layers, quantize, name)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What its texts depend on, as `identity.changes` compares it."""
+        return {"fingerprint": self.fingerprint, "settings": self.settings, "tokenizer": self.tokenizer}
 
     @property
     def lm_head_weight(self) -> Tensor:
@@ -289,21 +296,6 @@ class FrozenTarget(LanguageModel):
             f"{self.name}: expected a causal language model whose attention takes a 4-D mask, "
             f"got {type(self.model).__name__} from a {architecture} ({reason}); use another target"
         )
-
-
-@torch.no_grad()
-def fingerprint(model: PreTrainedModel) -> str:
-    """Return a short hash of the architecture and a sample of every parameter. It is the same for every dtype wider
-    than bfloat16."""
-    digest = hashlib.sha256(type(model).__name__.encode())
-    for name, parameter in sorted(model.named_parameters()):
-        digest.update(f"{name}{tuple(parameter.shape)}".encode())
-        if parameter.is_meta:
-            continue
-        flat = parameter.detach().flatten()
-        sample = flat[:: max(1, len(flat) // FINGERPRINT_SAMPLES)][:FINGERPRINT_SAMPLES]
-        digest.update(sample.to(torch.bfloat16).cpu().view(torch.int16).numpy().tobytes())
-    return digest.hexdigest()[:16]
 
 
 @torch.no_grad()

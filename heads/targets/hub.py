@@ -1,17 +1,28 @@
 """Names of models on the Hugging Face Hub: OWNER/NAME, or OWNER/NAME@REVISION with a branch, a tag or a commit; and the
 files of their tensors."""
 
+import hashlib
 import json
 import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from heads.core.errors import UserError, first_line
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 INDEX = "model.safetensors.index.json"
 """File that names the file of each tensor of a checkpoint with several files."""
+
+TOKENIZER_CONFIG = "tokenizer_config.json"
+TOKENIZER_FILES = (
+    *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model"),
+    *("*.tiktoken", "tekken.json", "chat_template.*", "additional_chat_templates/*.jinja", "tokenization_*.py"),
+)
+"""Patterns of the names of a tokenizer's files, chat templates included."""
 
 NAME = r"[A-Za-z0-9](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?"
 PINNED = re.compile(rf"({NAME}/{NAME})@([A-Za-z0-9_][A-Za-z0-9_./-]*)")
@@ -65,6 +76,38 @@ def with_names(value: Any) -> Any:
             return ",".join(name_of(part) for part in value.split(","))
         case _:
             return value
+
+
+def has_file(path: str, name: str) -> bool:
+    """Return True if the folder or Hub id has a file of this name. OSError or ValueError if that cannot be known."""
+    return find_file(path, name) is not None
+
+
+def find_file(path: str, name: str) -> Path | None:
+    from transformers.utils.hub import cached_file
+
+    repo, revision = repo_and_revision(path)
+    found = cached_file(repo, name, revision=revision, _raise_exceptions_for_missing_entries=False)
+    return None if found is None else Path(found)
+
+
+def tokenizer_files(path: str | Path) -> dict[str, Path]:
+    """Return the files of a tokenizer that lie in a folder, or in the Hub's cache of an id, by their names there."""
+    folder = Path(path)
+    if not folder.is_dir():
+        found = find_file(str(path), TOKENIZER_CONFIG) or find_file(str(path), "tokenizer.json")
+        if found is None:
+            return {}
+        folder = found.parent
+    files = {file for pattern in TOKENIZER_FILES for file in folder.glob(pattern) if file.is_file()}
+    return {file.relative_to(folder).as_posix(): file for file in sorted(files)}
+
+
+def tokenizer_key(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """Return a hash of everything on which a tokenizer's ids depend, its chat template apart."""
+    whole = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else sorted(tokenizer.get_vocab().items())
+    parts = [type(tokenizer).__name__, whole, sorted(tokenizer.special_tokens_map.items()), tokenizer.eos_token_id]
+    return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()
 
 
 def tensor_files(path: str, names: Iterable[str] = ("model.safetensors",)) -> dict[str, Path]:

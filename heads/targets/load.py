@@ -3,7 +3,8 @@
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,16 +26,25 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.integrations import peft
+from transformers.models.auto import auto_factory
 from transformers.utils.hub import LocalEntryNotFoundError, cached_file, is_offline_mode  # type: ignore[attr-defined]
 
 from heads.core.errors import UserError, first_line, warn_once
 from heads.targets.encoder_decoder import find_head
 from heads.targets.families import eos_ids, register_mimo
 from heads.targets.frozen_target import Features, FrozenTarget
-from heads.targets.hub import MODEL, is_here, repo_and_revision
+from heads.targets.hub import INDEX, MODEL, TOKENIZER_CONFIG, find_file, has_file, is_here, repo_and_revision
 from heads.targets.merge_adapter import merge_adapter
 
 Place = Callable[[FrozenTarget, torch.device, torch.dtype | None], None]
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_ALONE = (
+    "holds a peft adapter and no model; name the model with target.path, and this adapter with target.adapter, which "
+    "merges it"
+)
+CODE_SETTINGS = {"output_attentions": False, "output_hidden_states": False, "return_dict": True, "use_cache": True}
+"""Fields of a config that say how other programs run the model, and what they must be here."""
 
 
 def load_target(
@@ -75,8 +85,11 @@ def load_target(
             how["quantization_config"] = transformers.GgufConfig(dequantize=True)
     try:
         repo, how["revision"] = repo_and_revision(path)
-        loaded: Any = auto_class(config).from_pretrained(repo, config=config, **how)
+        with without_adapters():
+            loaded: Any = auto_class(config).from_pretrained(repo, config=config, **how)
     except Exception as error:  # transformers, safetensors and torch raise many kinds of errors
+        if is_adapter(path):
+            raise UserError(f"{path}: {ADAPTER_ALONE}") from error
         remedy = "install the package" if isinstance(error, ImportError) else "name a folder or Hub id of one"
         if is_here(path) and any(Path(path).glob("*.bin")) and not any(Path(path).glob("*.safetensors")):
             raise UserError(
@@ -85,6 +98,11 @@ def load_target(
             ) from error
         raise _fault(path, what, error, remedy) from error
     model, info = loaded
+    if has_file(path, ADAPTER_CONFIG):
+        warn_once(
+            f"{path}: the adapter beside its weights ({ADAPTER_CONFIG}) is not read, as engines read the weights "
+            f"alone; target.adapter={path} merges one"
+        )
     for key, held, described in sorted(info["mismatched_keys"]):
         raise UserError(
             f"{path}: {key} is {list(held)} in its weights, and config.json describes {list(described)}; "
@@ -119,6 +137,21 @@ def load_target(
     return target
 
 
+@contextmanager
+def without_adapters() -> Iterator[None]:
+    """Keep transformers from merging an adapter that lies beside a model's weights, which engines do not read. It has
+    no switch for that, and looks for adapters only where peft is installed."""
+    places: list[Any] = [auto_factory, peft]
+    known = [place.is_peft_available for place in places]
+    try:
+        for place in places:
+            place.is_peft_available = lambda: False
+        yield
+    finally:
+        for place, is_available in zip(places, known, strict=True):
+            place.is_peft_available = is_available
+
+
 def break_tie(model: PreTrainedModel, whole: Any, path: str) -> bool:
     """Let the configs of a loaded model, from which drafts are made, tie no tables that differ in its checkpoint, both
     of which transformers loads. Return True, and say so, if config.json ties them. `whole`: the config of the whole
@@ -148,26 +181,45 @@ def load_config(path: str, *, trust_remote_code: bool = False, gguf_file: str | 
         raise UserError(f"{gguf_file}: needs the package gguf, which is not installed; pip install -e '.[gguf]'")
     name = gguf_file or "config.json"
     if is_here(path) and not (Path(path) / name).is_file():
+        if is_adapter(path):
+            raise UserError(f"{path}: {ADAPTER_ALONE}")
         raise UserError(f"{path}: expected a model folder, found no {name} in it")
     register_mimo()
     repo, revision = repo_and_revision(path)
     how = {} if gguf_file is None else {"gguf_file": gguf_file}
     try:
-        return AutoConfig.from_pretrained(repo, revision=revision, trust_remote_code=trust_remote_code, **how)
+        config: Any = AutoConfig.from_pretrained(
+            repo, revision=revision, trust_remote_code=trust_remote_code, **how, attn_implementation=None
+        )
     except Exception as error:  # OSError, ValueError, KeyError and the validators' own
+        if is_adapter(path):
+            raise UserError(f"{path}: {ADAPTER_ALONE}") from error
         raise _fault(path, "no model that can be read", error, "fix its config.json, or name another") from error
+    for each in (config, config.get_text_config()):
+        for setting, value in CODE_SETTINGS.items():
+            setattr(each, setting, value)
+    config._attn_implementation = config._experts_implementation = None  # also of its parts
+    return config
 
 
 def load_tokenizer(
-    path: str, *, trust_remote_code: bool = False, gguf_file: str | None = None, adapter: str | None = None
+    path: str,
+    *,
+    trust_remote_code: bool = False,
+    gguf_file: str | None = None,
+    adapter: str | None = None,
+    fix_mistral_regex: bool | None = None,
 ) -> PreTrainedTokenizerBase:
     """Load the tokenizer of the model at `path`, or of its GGUF file, or that beside its adapter if there is one.
-    UserError if it cannot be loaded."""
-    how = {} if gguf_file is None else {"gguf_file": gguf_file}
+    `fix_mistral_regex`: whether transformers replaces the pattern by which it splits text; None: it stays, and a line
+    says so if transformers doubts it. UserError if it cannot be loaded."""
+    how: dict[str, Any] = {} if gguf_file is None else {"gguf_file": gguf_file}
     try:
-        if adapter is not None and _has_tokenizer(adapter):
+        if adapter is not None and has_file(adapter, TOKENIZER_CONFIG):
             warn_once(f"{adapter}: brings a tokenizer and its chat template, which replace those of {path}")
             path, how = adapter, {}
+        if fix_mistral_regex is not None:
+            how["fix_mistral_regex"] = fix_mistral_regex
         repo, revision = repo_and_revision(path)
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             repo, revision=revision, trust_remote_code=trust_remote_code, **how
@@ -176,17 +228,30 @@ def load_tokenizer(
         is_there = is_here(path) and (Path(path) / "tokenizer.json").is_file()
         remedy = "replace its tokenizer files" if is_there else "put tokenizer.json beside config.json"
         raise _fault(path, "no tokenizer that can be loaded", error, remedy) from error
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    doubted: bool | None = getattr(backend, "fix_mistral_regex", None)  # set by transformers where it warns
+    if doubted is False and fix_mistral_regex is None:
+        warn_once(
+            f"{path}: its tokenizer may split text otherwise than the model was trained with: transformers takes its "
+            "pattern for the wrong one of older Mistral files; target.fix_mistral_regex=true in the recipe, or "
+            "--fix-mistral-regex true, replaces it, and false says that it is right; engines have the same choice"
+        )
+    if fix_mistral_regex and doubted is not True:
+        raise UserError(
+            f"{path}: fix_mistral_regex has no effect: its tokenizer is not one of Mistral's of before transformers 5; "
+            "leave it out"
+        )
     take_processor_template(tokenizer, path)
     return tokenizer
 
 
-def _has_tokenizer(adapter: str) -> bool:
-    return _find(adapter, "tokenizer_config.json") is not None
-
-
-def _find(path: str, name: str) -> str | None:
-    repo, revision = repo_and_revision(path)
-    return cached_file(repo, name, revision=revision, _raise_exceptions_for_missing_entries=False)
+def is_adapter(path: str) -> bool:
+    """Return True for a folder or a repository of a peft adapter without a model's weights."""
+    try:
+        holds = [has_file(path, name) for name in (ADAPTER_CONFIG, "model.safetensors", INDEX)]
+    except (OSError, ValueError):  # reported in its own words
+        return False
+    return holds == [True, False, False]
 
 
 def take_processor_template(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
@@ -195,8 +260,8 @@ def take_processor_template(tokenizer: PreTrainedTokenizerBase, path: str) -> No
     found: dict[str, Any] = {}
     for name in ("processor_config.json", "preprocessor_config.json", "chat_template.json"):
         try:
-            if (file := _find(path, name)) is not None:
-                found[name] = json.loads(Path(file).read_text(encoding="utf-8")).get("chat_template")
+            if (file := find_file(path, name)) is not None:
+                found[name] = json.loads(file.read_text(encoding="utf-8")).get("chat_template")
         except (OSError, ValueError, AttributeError) as error:
             raise _fault(path, f"no {name} that can be read", error, "fetch it again") from error
     place, template = next(((name, text) for name, text in found.items() if text), ("", None))

@@ -57,16 +57,20 @@ def fit_rows(model: PreTrainedModel, path: str, adapter: str, settings: Any) -> 
     untyped.resize_token_embeddings(rows, mean_resizing=False)
 
 
+def check_adapter(adapter: str) -> None:
+    """Raise UserError for a folder that holds no adapter."""
+    for name in ("adapter_config.json", "adapter_model.safetensors") if is_here(adapter) else ():
+        if not (Path(adapter) / name).is_file():
+            raise UserError(f"{adapter}: expected a peft adapter, found no {name} in it")
+
+
 def merge_adapter(model: PreTrainedModel, path: str, adapter: str) -> PreTrainedModel:
     """Merge a peft adapter into the weights of the model at `path`, in place: for LoRA, W + alpha / rank * B A replaces
     W. The model gets the adapter's number of tokens. UserError if the adapter is missing, damaged, for another
     architecture, or of a kind that cannot be merged."""
     from peft import PeftConfig, PeftModel
 
-    if is_here(adapter):
-        for name in ("adapter_config.json", "adapter_model.safetensors"):
-            if not (Path(adapter) / name).is_file():
-                raise UserError(f"{adapter}: expected a peft adapter, found no {name} in it")
+    check_adapter(adapter)
     repo, revision = repo_and_revision(adapter)
     rows = model.config.get_text_config().vocab_size
     try:

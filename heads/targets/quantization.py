@@ -8,6 +8,7 @@ changed. Quantisation uses torchao, an optional package.
 """
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -20,8 +21,13 @@ MIN_SHARE = 0.5
 
 
 def quantize_layers(layers: nn.ModuleList, scheme: str, name: str) -> None:
-    """Quantise the linear layers inside `layers` in place; `scheme` is int8. UserError if their share is too small
-    (`MIN_SHARE`), or if torchao is missing."""
+    """Quantise the linear layers inside `layers` in place; `scheme` is int8. UserError as by `quantizer`."""
+    quantizer(layers, scheme, name)(layers)
+
+
+def quantizer(layers: nn.ModuleList, scheme: str, name: str) -> Callable[[nn.ModuleList], None]:
+    """Return the function that quantises the linear layers inside `layers` in place. UserError if their share is too
+    small (`MIN_SHARE`), or if torchao is missing."""
     logging.disable(logging.WARNING)  # importing torchao logs four, about kernels for other machines
     try:
         from torchao.quantization import Int8WeightOnlyConfig, quantize_
@@ -38,7 +44,7 @@ def quantize_layers(layers: nn.ModuleList, scheme: str, name: str) -> None:
             f"{name}: target.quantize reaches linear layers only, which hold {share:.0%} of its layers' weights "
             "(experts kept in one tensor, and GPT-2's layers, are none); leave it out"
         )
-    quantize_(layers, Int8WeightOnlyConfig(set_inductor_config=False))
+    return lambda layers: quantize_(layers, Int8WeightOnlyConfig(set_inductor_config=False))
 
 
 def weight_bytes(module: nn.Module) -> int:

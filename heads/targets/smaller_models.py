@@ -12,10 +12,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
-from heads.core.errors import UserError, first_line
+from heads.core.errors import UserError, first_line, warn_once
 from heads.targets.frozen_target import FrozenTarget
 from heads.targets.load import ShapeTarget, auto_class, load_shape, load_target, load_tokenizer
 
+MAX_NAMED = 4
+"""Tokens to name in a line."""
 DECIDED = frozenset(
     {"model_type", "vocab_size", "architectures", "dtype", "transformers_version", "auto_map", "quantization_config"}
 )
@@ -38,21 +40,36 @@ def load_smaller(path: str, target: FrozenTarget) -> PreTrainedModel:
 
 
 def check_tokenizers(path: str, target: FrozenTarget) -> None:
-    """Reject a draft whose token ids differ from the target's. UserError names the first difference."""
+    """Reject a draft whose token ids differ from the target's. UserError names the first difference. Added tokens that
+    one of the two lacks are said."""
     trusted = target.trust_remote_code
     tokenizers = (
         load_tokenizer(
-            target.name, trust_remote_code=trusted, gguf_file=target.gguf_file, adapter=target.merged_adapter
+            target.name,
+            trust_remote_code=trusted,
+            gguf_file=target.gguf_file,
+            adapter=target.merged_adapter,
+            fix_mistral_regex=target.fix_mistral_regex,
         ),
         load_tokenizer(path, trust_remote_code=trusted),
     )
     ours, theirs = ({number: token for token, number in each.get_vocab().items()} for each in tokenizers)
+    added = [each.added_tokens_decoder.keys() for each in tokenizers]
+    alone = {number for number in ours.keys() - theirs.keys() if number in added[0]}
+    alone |= {number for number in theirs.keys() - ours.keys() if number in added[1]}
     for number in sorted(ours.keys() | theirs.keys()):
-        if ours.get(number) != theirs.get(number):
+        if ours.get(number) != theirs.get(number) and number not in alone:
             raise UserError(
                 f"{path}: its tokenizer is not that of {target.name}: token {number} is {theirs.get(number)!r} here "
                 f"and {ours.get(number)!r} there; a draft model must share the target's tokenizer"
             )
+    if alone:
+        names = [f"{number} ({ours.get(number) or theirs[number]!r})" for number in sorted(alone)[:MAX_NAMED]]
+        more = f" and {len(alone) - MAX_NAMED} more" if len(alone) > MAX_NAMED else ""
+        warn_once(
+            f"{path}: only one of its tokenizer and that of {target.name} has the tokens {', '.join(names)}{more}: "
+            "they are drafted as the draft's rows for them say, or never; texts stay the target's"
+        )
 
 
 def keep_layers(target: FrozenTarget, layers: Sequence[int]) -> PreTrainedModel:

@@ -73,12 +73,12 @@ def test_heads_of_different_targets_are_refused(
 ) -> None:
     head, record = build_head("medusa", {"depth": 2}, tiny_target, torch.ones(128)), target_record(tiny_target)
     save_head(head, tmp_path / "one", target=record)
-    save_head(head, tmp_path / "two", target=record | {"fingerprint": "another"})
+    save_head(head, tmp_path / "two", target=record | {"hidden_size": 64})
     for second in (str(tmp_path / "two"), f"lookup:3+{tmp_path / 'two'}"):
         arguments = [str(tmp_path / "one"), second, "--out", str(tmp_path / "out")]
         assert exit_status(partial(module.main, arguments)) == 2
         error = capsys.readouterr().err
-        assert error.count("error:") == 1 and str(tmp_path / "two") in error and "fingerprint" in error
+        assert error.count("error:") == 1 and str(tmp_path / "two") in error and "hidden size 64" in error
         assert not (tmp_path / "out").exists()
 
 

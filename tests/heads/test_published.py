@@ -8,8 +8,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.nn.functional import rms_norm
 
 from heads.blocks.block_attention import all_blocks
+from heads.methods.initial_weights import probe_target
 from heads.published import is_published, open_any, read_published, start_from
 from heads.registry import build_head
 from heads.saved import save_head, target_record
@@ -39,6 +41,12 @@ def test_layers_by_number_and_the_targets_own_tensors(target: FrozenTarget, tmp_
     weights = forms.layers_0(head.to_checkpoint()) | {"embed_tokens.weight": embed.weight.bfloat16()}
     del weights["t2d"]
     drafts_equal(read_published(write(tmp_path / "nvidia", forms.RAW, weights), target), head, target)
+    # NeMo Automodel: a prefix but for the output head, and as many layers in config.json as the target has.
+    weights = {name if name in ("lm_head.weight", "d2t") else f"model.{name}": weights[name] for name in weights}
+    config = forms.RAW | {"architectures": ["LlamaEagle3DraftModel"], "num_hidden_layers": 8}
+    found = read_published(write(tmp_path / "automodel", config, weights), target)
+    drafts_equal(found, head, target)
+    assert any("make 8 layers by num_hidden_layers" in line for line in found.origin.differs)
 
 
 def test_a_draft_vocabulary_in_any_order_is_read(target: FrozenTarget, tmp_path: Path) -> None:
@@ -195,6 +203,19 @@ def test_training_starts_from_a_head(
         assert f"head.{key}: " in refused(start_from, str(tmp_path), kind, {key: value}, target, torch.ones(V))
     assert "head.kind: " in refused(start_from, str(tmp_path), "mtp", {}, target, torch.ones(V))
     assert open_any(str(tmp_path), target).aux_layer_ids == head.aux_layer_ids
+
+
+def test_a_head_of_eagle_3_1_goes_on_in_the_plain_form(target: FrozenTarget, tmp_path: Path) -> None:
+    """States of the size that `fc_norm` was to even out are fused as before."""
+    head = eagle3(fc_norm=True, norm_output=True)
+    save_head(head, tmp_path, target=target_record(target))
+    plain = {"fc_norm": False, "norm_output": False}
+    made = start_from(str(tmp_path), "eagle3", plain, target, torch.ones(V))
+    assert not made.config.fc_norm and not made.config.norm_output and "without fc_norm and norm_output" in made.started
+    assert made.to_checkpoint().keys() == eagle3().to_checkpoint().keys()
+    scales = probe_target(target, head.aux_layer_ids, torch.ones(V), closely=False).scales
+    sized = [rms_norm(torch.randn(5, D), (D,)) * scale for scale in scales]
+    torch.testing.assert_close(made.fuse(torch.cat(sized, -1)), head.fuse(torch.cat(sized, -1)), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize(

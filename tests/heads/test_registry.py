@@ -90,7 +90,12 @@ IMPOSSIBLE: list[tuple[str, dict[str, Any], str]] = [
     ("eagle3", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_scaling.rope_type: dynamic angles"),
     ("eagle3", {"rope_scaling": {"factor": 2.0}}, "rope_scaling.rope_type: expected one of default"),
     ("eagle3", {"rope_scaling": {"rope_type": "linear", "factor": 0}}, "rope_scaling.factor: expected a number"),
-    ("dflash", {"rope_scaling": {**LONGROPE, "short_factor": [1.0] * 3}}, "rope_scaling: "),
+    (
+        "dflash",
+        {"rope_scaling": {**LONGROPE, "short_factor": [1.0] * 3}},
+        "rope_scaling.short_factor: expected 4 .* got 3",
+    ),
+    ("eagle3", {"rope_scaling": {**LONGROPE, "long_factor": 2.0}}, "rope_scaling.long_factor: .* got 2.0"),
     ("mtp", {"num_modules": 5}, "num_modules: expected at most depth"),
     ("mtp", {"layout": "qwen", "num_modules": 2}, "num_modules: expected 1"),
     ("dflash", {"block_size": 513}, "block_size: expected at most the target's context of 512, got 513"),
@@ -186,6 +191,7 @@ def test_other_positions_than_the_targets_claim_the_length_that_they_hold_for() 
     [
         ("eagle3", None, 1.0, [1.0, 1.1, 1.2, 1.5]),
         ("eagle3", 4, 1.0, [1.0, 1.2]),
+        ("mtp", 4, 1.0, [1.0, 1.2]),
         ("dflash", 16, 1.0, [1.0, 1.05, 1.1, 1.15, 1.2, 1.35, 1.5, 1.5]),
         ("eagle3", None, 0.5, [1.0, 1.25, 1.5, 1.5]),  # a new head turns whole
         ("dflash", 4, 0.5, [1.0, 1.5]),

@@ -170,14 +170,21 @@ def test_where_there_is_no_head(tmp_path: Path) -> None:
         assert str(path) in refused(load_head, path)
 
 
-def test_a_head_fits_its_own_target_only(folder: Path) -> None:
-    same = TARGET | {"name": "this-target", "dtype": torch.float32}
+def test_a_head_fits_targets_of_the_shape_of_its_own(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Another copy, such as a quantised one or a fine-tune, is said: what is measured is of that copy."""
+    same = TARGET | {"name": "this-target", "dtype": torch.float32, "identity": TARGET}
     check_fits(folder, cast(Any, SimpleNamespace(**same)))
+    assert not caplog.records
+    for identity in (TARGET | {"fingerprint": "beef"}, TARGET | {"fingerprint": "feed-int8"}):
+        check_fits(folder, cast(Any, SimpleNamespace(**same | {"identity": identity})))
+    assert [record.message.partition(" (")[2].partition(")")[0] for record in caplog.records] == [
+        "other weights, of fingerprint beef for f00d",
+        "other weights, of fingerprint feed for f00d",
+    ]
     for change, words in (
         ({"hidden_size": 32}, "hidden size 16, but this-target has 32"),
         ({"vocab_size": 48}, "vocabulary 40, but this-target has 48"),
         ({"num_layers": 9}, "number of layers 8, but this-target has 9"),
-        ({"fingerprint": "beef"}, "fingerprint of the weights f00d, but this-target has beef"),
     ):
         assert words in refused(check_fits, folder, SimpleNamespace(**same | change))
 

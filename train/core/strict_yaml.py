@@ -18,8 +18,8 @@ from pydantic import AfterValidator, BaseModel, Field, ValidationError
 from yaml import YAMLError
 
 from heads.core.errors import UserError, shown
-from heads.core.files import read_given
-from heads.core.strict_settings import MAX_NUMBER, error_text
+from heads.core.files import expanded, read_given
+from heads.core.strict_settings import MAX_NUMBER, Place, error_text
 
 Key = tuple[str | int, ...]
 EXTENDS = "extends"
@@ -36,6 +36,7 @@ def _check_name(name: str) -> str:
 Step = Annotated[int, Field(ge=0, lt=MAX_NUMBER)]
 Amount = Annotated[float, Field(gt=0, le=1e9)]
 Name = Annotated[str, Field(min_length=1), AfterValidator(_check_name)]
+NamedPlace = Annotated[Place, AfterValidator(_check_name)]
 
 
 @dataclass
@@ -86,7 +87,7 @@ def read_settings(path: Path, overrides: Sequence[str] = ()) -> Source:
         if EXTENDS in config:
             del config[EXTENDS]
         if base is not None:
-            base = os.path.normpath(Path(file).parent / str(base))
+            base = os.path.normpath(Path(file).parent / expanded(str(base)))
             if base in configs or not os.path.isfile(base):
                 fault = "extends this file itself" if base in configs else "no such file"
                 raise UserError(f"{file}: {EXTENDS}: {base}: {fault}")

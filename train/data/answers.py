@@ -167,7 +167,7 @@ class TargetAnswers:
     def folder(self) -> Path:
         """The folder of the answers to these prompts by this target with these sampling settings."""
         settings, target = self.settings, self.target
-        key: dict[str, Any] = {"target": target.fingerprint, "dtype": str(target.dtype)}
+        key: dict[str, Any] = {"target": target.fingerprint, "settings": target.settings, "dtype": str(target.dtype)}
         key |= {"new_tokens": settings.new_tokens, "temperature": settings.temperature}
         key["ends"] = sorted(target.eos_token_ids)  # of files that a user may edit
         if settings.temperature > 0:

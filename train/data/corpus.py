@@ -23,7 +23,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from eval.core.progress import Progress
 from heads.core.errors import UserError, first_line
-from heads.core.files import is_full_disk, lock
+from heads.core.files import expanded, is_full_disk, lock
 from train.core.interrupts import Interrupted
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ def cache_root() -> Path:
     """Return the folder for all tokenised data on this machine: `DRAFTSMITH_DATA_CACHE`, else a folder in
     `XDG_CACHE_HOME`."""
     if named := os.environ.get("DRAFTSMITH_DATA_CACHE"):
-        return Path(named)
+        return Path(expanded(named))
     try:
         above = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     except RuntimeError:

@@ -16,12 +16,24 @@ from train.data.packing import Mixture, Pool
 from train.data.tokenise import describe_source, read_source
 
 
-def check_data(data: Data, target: FrozenTarget) -> None:
+def check_data(data: Data, target: FrozenTarget, head: DraftHead | None = None) -> None:
+    """Raise UserError for data whose rows the target, or the head of a training, cannot read."""
     if data.context_length > target.context_length:
         raise UserError(
             f"data.context_length: expected at most {target.context_length}, the context of {target.name}, "
             f"got {data.context_length}"
         )
+    if head is not None and head.depth >= data.context_length:
+        raise UserError(
+            f"data.context_length: {data.context_length} tokens cannot hold a root and a draft of "
+            f"{head.depth}; raise it, or let the head draft less"
+        )
+    if head is not None and head.language_model is not None:
+        positions = positions_of(head.language_model.config.get_text_config())
+        if data.context_length > positions:
+            raise UserError(
+                f"data.context_length: the draft model reads {positions} positions, a row has {data.context_length}"
+            )
     if target.start_token is None:
         return
     if data.regenerate is not None and data.regenerate.server is not None:
@@ -50,12 +62,7 @@ def load_data(
 ) -> tuple[Mixture, Samples | None]:
     """Return the packed rows of the sources, of the target's answers, or of both, and the on-policy samples if the
     recipe has them, else None. `head`: a head of the shape that will be trained."""
-    check_data(data, target)
-    if head.depth >= data.context_length:
-        raise UserError(
-            f"data.context_length: {data.context_length} tokens cannot hold a root and a draft of "
-            f"{head.depth}; raise it, or let the head draft less"
-        )
+    check_data(data, target, head)
     if target.is_recurrent:
         reader.say(f"{target.name}: one document a row, because its recurrent layers cannot be masked by document")
     regenerate = data.regenerate

@@ -18,8 +18,8 @@ from eval.data.data_files import Record, RecordError, content_hash, describe_unr
 from eval.data.python_source import read_split
 from heads.core.errors import UserError
 from heads.core.files import read_given
-from heads.core.strict_settings import Count, Settings
-from train.core.strict_yaml import Amount, Name
+from heads.core.strict_settings import Count, Place, Settings
+from train.core.strict_yaml import Amount, Name, NamedPlace
 from train.data.chats import (
     Rendered,
     encode_conversations,
@@ -132,7 +132,7 @@ class RecordSource(Settings):
     """Records of a .jsonl, .json, .parquet or .txt file, of a .gz file of JSON, of several such files, or of a data
     set."""
 
-    path: Name
+    path: NamedPlace
     """A file, a folder of files, a pattern such as `part-*.jsonl`, a folder that `datasets` saved to disk, or the Hub
     id of a data set. Several files are read in the order of their names."""
     subset: Name | None = None
@@ -175,7 +175,7 @@ class ChatSource(RecordSource):
 
     kind: Literal["chat"]
     """The form of the source."""
-    chat_template: str | None = None
+    chat_template: Place | None = None
     """File with a Jinja chat template that replaces the tokenizer's template."""
     answers: Literal["all", "last"] = "all"
     """`last` trains only on the last answer of each conversation that has not weight 0. This saves tokens if the chat
@@ -184,7 +184,7 @@ class ChatSource(RecordSource):
     max_skipped: Annotated[float, Field(ge=0, le=1)] = 0.05
     """Maximum fraction of records that cannot be used: without an answer, with an unknown role, or refused by the chat
     template. Above it, training does not start."""
-    held_out: Name | None = None
+    held_out: NamedPlace | None = None
     """File of conversations that are not trained on, such as that of `eval.prompts`: records that begin with the turns
     before one of its first answers are skipped. Null: none."""
 

@@ -3,7 +3,6 @@ skipped and why, and its first document with the labels marked."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import signal
@@ -16,6 +15,7 @@ import numpy as np
 from eval.data.chat_template import ChatTemplate
 from eval.data.data_files import RecordError
 from heads.core.errors import UserError
+from heads.targets.hub import tokenizer_key
 from train.data.corpus import (
     Corpus,
     Document,
@@ -117,12 +117,6 @@ def _tokenise_source(source: AnySource, rendering: ChatTemplate) -> Corpus:
         load_from_cache_file=True,
     )
     return corpus_of_rows(documents)
-
-
-def tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:
-    whole = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else sorted(tokenizer.get_vocab().items())
-    parts = [type(tokenizer).__name__, whole, sorted(tokenizer.special_tokens_map.items()), tokenizer.eos_token_id]
-    return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()
 
 
 def tokens_key(source: AnySource, rendering: ChatTemplate) -> dict[str, Any]:

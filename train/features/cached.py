@@ -48,6 +48,7 @@ def describe(
     return {
         "format": FORMAT,
         "target": target.fingerprint,
+        "settings": target.settings,
         "aux_layer_ids": list(aux_layer_ids),
         "dtype": dtype,
         "precision": precision,
@@ -60,7 +61,7 @@ def check_holds(folder: Path, about: dict[str, Any], wanted: dict[str, Any], *, 
     """Raise UserError with the first difference if features described by `about` are not the `wanted` ones. They may
     have more layers, unless `exact`."""
     for name, value in wanted.items():
-        present = about.get(name)
+        present = about.get(name, value if name == "settings" else None)  # unknown to earlier versions
         has_more = name == "aux_layer_ids" and not exact and set(value) <= set(present or ())
         if present != value and not has_more:
             raise UserError(
@@ -133,7 +134,8 @@ class CachedFeatures(FeatureSource):
         if not shards or len(shards) < shards[0].total:
             raise UserError(f"features.folder {self.folder}: is not filled; run {COMMAND} first")
         self.about = shards[0].about
-        wanted = {"target": target.fingerprint, "dtype": self.dtype, "precision": precision}
+        wanted = {"target": target.fingerprint, "settings": target.settings}
+        wanted |= {"dtype": self.dtype, "precision": precision}
         check_holds(self.folder, self.about, wanted)
         self.shards = {key: shard for shard in shards for key in shard.rows}
         """The key of each row -> the shard that holds it."""

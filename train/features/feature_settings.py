@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from heads.core.strict_settings import Settings
-from train.core.strict_yaml import Name
+from train.core.strict_yaml import NamedPlace
 from train.data.data_settings import Url
 
 
@@ -39,7 +39,7 @@ class CacheFeatures(Settings):
 
     kind: Literal["cache"]
     """The processes of the launch hold the target's embedding, final norm and output head."""
-    folder: Name
+    folder: NamedPlace
     """Path of the folder."""
     dtype: Literal["fp8", "bfloat16", "float32"] = "fp8"
     """Dtype of the stored features. `fp8`: e4m3, with a scale for each token and layer."""

@@ -14,9 +14,12 @@ from eval.pages.texts import count as short
 from eval.pages.texts import number, plural, with_interval
 from eval.records.result_folders import short_name
 from eval.records.results import read_results
+from heads.core.errors import UserError
 from heads.targets.quantization import MIN_SHARE
 from train.plan.memory_and_flops import ACTIVATIONS, GIB, STATE, Launch, Plan
 from train.recipe.recipe import Recipe, with_steps
+from train.run.checks import check_fit, check_places
+from train.run.open_run import ALONE
 from train.steps.accelerate_launch import wanted_mode
 from train.steps.fast_dtype import measured_tflops
 
@@ -44,7 +47,12 @@ def launch_of(options: argparse.Namespace, recipe: Recipe) -> Launch:
 
 
 def print_plan(plan: Plan, tflops: list[float] | None) -> None:
-    """Print a plan. `tflops`: speeds of a device, each for an estimate of the hours; None: that of this machine."""
+    """Print a plan. `tflops`: speeds of a device, each for an estimate of the hours; None: that of this machine.
+    UserError, in its words, if the run would be refused."""
+    check_places(plan.recipe)
+    check_fit(plan.recipe, plan.target, plan.head)
+    if plan.launch.features == "sharded" and plan.launch.processes == 1:
+        raise UserError(ALONE)
     text = "\n".join(plan_lines(plan, tflops or [device_tflops(plan)]))
     if os.environ.get("RANK", "0") == "0":
         print(text, flush=True)

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
 from pydantic import Field, create_model
 
-from heads.core.strict_settings import Settings
+from heads.core.strict_settings import Place, Settings
 from heads.methods.method_settings import METHODS
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ class HeadSection(Settings):
     """Settings that every section has, whatever its method."""
 
     kind: str
-    init_from: Annotated[str, Field(min_length=1)] | None = None
+    init_from: Place | None = None
     """A head to start from: a run, a folder or a Hub id, ours or another project's. Its weights, shape and layers are
     taken; the settings of the training stay the recipe's. Heads that draft blocks may start from each other. Null: a
     new head."""

@@ -7,20 +7,22 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from eval.core.command_line import AUTO
 from eval.data.data_files import has_splits, has_subsets, is_local
-from eval.data.prompts import HELD_OUT_SUITE
+from eval.data.prompts import HELD_OUT_SUITE, expanded_prompts
 from eval.records.measure_settings import BenchSettings, MeasureSettings, Tree, Trees
 from eval.runtime.sampling_params import FILTERS, Temperature
 from heads.core.errors import UserError
+from heads.core.files import expanded
 from heads.core.strict_settings import Count, Fraction, Seed, Settings, Share
 from heads.methods.method_settings import METHODS
 from train.core.strict_yaml import (
     Amount,
     Key,
     Name,
+    NamedPlace,
     Source,
     Step,
     check,
@@ -47,7 +49,7 @@ MIN_POINT = 10
 class Target(Settings):
     """The language model that the head drafts for. It stays frozen."""
 
-    path: Name
+    path: NamedPlace
     """A folder or a Hub id, such as `Qwen/Qwen3-8B`; `OWNER/NAME@REVISION` names one revision."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of the target's weights. `auto`: the dtype of its checkpoint, or float32 on a CPU."""
@@ -55,8 +57,11 @@ class Target(Settings):
     """Run Python code from the target's folder, or from that of the draft model in `head.path`."""
     quantize: Literal["int8"] | None = None
     """`int8` stores the matrices of the decoder layers in a quarter of the memory of float32. Needs torchao."""
-    adapter: Name | None = None
+    adapter: NamedPlace | None = None
     """A peft adapter of the target, a folder or a Hub id, which is merged into it. Null: none."""
+    fix_mistral_regex: bool | None = None
+    """Replace the pattern by which the tokenizer splits text, as transformers offers for Mistral's older files. Null:
+    leave it; if transformers takes it for a wrong one, a line says so."""
     gguf_file: Name | None = None
     """Name of a GGUF file in `target.path`, whose weights are dequantised. Needs the extra gguf. Null: safetensors."""
 
@@ -156,7 +161,7 @@ class Report(Settings):
 class Eval(MeasureSettings):
     """Measurements of tau during training. The head with the best tau is kept."""
 
-    prompts: Name
+    prompts: Annotated[Name, AfterValidator(expanded_prompts)]
     """Held-out prompts: a file, or one of the suites `python-heldout`, `spec_bench`, `mt_bench`, `humaneval`, `mbpp`
     and `gsm8k`; or several of these, separated by commas."""
     num_prompts: Count = 32
@@ -200,7 +205,7 @@ class Tracking(Settings):
 class Recipe(Settings):
     """A training recipe."""
 
-    output_dir: Name
+    output_dir: NamedPlace
     """Folder of the run: checkpoints, head, results, report. The same command with the same folder resumes the run."""
     target: Target
     """The language model that the head drafts for."""
@@ -220,7 +225,8 @@ class Recipe(Settings):
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe, apply the overrides and check it. UserError lists all faults, one per line."""
-    return checked(in_its_folder(read_settings(Path(path), overrides), Path(path)))
+    path = Path(expanded(str(path)))
+    return checked(in_its_folder(read_settings(path, overrides), path))
 
 
 def checked(source: Source) -> Recipe:

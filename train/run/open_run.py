@@ -96,8 +96,11 @@ def fit_template(recipe: Recipe, overrides: Iterable[str]) -> Recipe:
     return recipe.model_copy(update={"data": data.model_copy(update={"template": template})})
 
 
+OF_TOKENIZER = {"trust_remote_code", "gguf_file", "adapter", "fix_mistral_regex"}
+
+
 def tokenizer_of(target: Target) -> PreTrainedTokenizerBase:
-    return load_tokenizer(target.path, **target.model_dump(include={"trust_remote_code", "gguf_file", "adapter"}))
+    return load_tokenizer(target.path, **target.model_dump(include=OF_TOKENIZER))
 
 
 def rendering_of(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, vocab_size: int | None = None) -> ChatTemplate:
@@ -144,10 +147,13 @@ def open_source(
     return ServedFeatures(target, settings, rows, accelerator, load_whole=load_whole), tokenizer
 
 
+ALONE = "features.kind: sharded needs several processes; launch them, or use features.kind=process"
+
+
 def sharding(accelerator: Accelerator) -> Place:
     """Return the placement that shards the target's layers over all processes. Called by every process."""
     if accelerator.num_processes == 1:
-        raise UserError("features.kind: sharded needs several processes; launch them, or use features.kind=process")
+        raise UserError(ALONE)
     mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
     return lambda target, _, dtype: shard_layers(target, mesh, dtype)
 

@@ -19,6 +19,7 @@ from heads.core.errors import UserError, first_line, shown
 from heads.core.files import check_folder, lock, write_json, write_text
 from heads.targets.frozen_target import FrozenTarget
 from heads.targets.hub import absolute
+from heads.targets.identity import changes
 from train.core.strict_yaml import read_settings
 from train.recipe.recipe import OWN, PROVENANCE, dump_recipe, in_its_folder
 
@@ -148,13 +149,13 @@ class RunFolder:
     ) -> dict[str, Any]:
         """Write recipe.yaml and provenance.json at the start of a run, and return the provenance. UserError if the
         folder holds checkpoints of a run on another target."""
-        trained_on = target.fingerprint
-        with suppress(OSError, ValueError, LookupError, TypeError):
-            trained_on = json.loads(self.provenance.read_bytes())["target"]["fingerprint"]
-        if trained_on != target.fingerprint and any(self.checkpoints.glob("step-*")):
+        changed: list[str] = []
+        with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
+            changed = changes(json.loads(self.provenance.read_bytes())["target"], target.identity)
+        if changed and any(self.checkpoints.glob("step-*")):
             raise UserError(
-                f"output_dir {self.path}: holds a run on another target than {target.name}; name that target, or "
-                "another output_dir"
+                f"output_dir {self.path}: holds a run on another target than {target.name} ({'; '.join(changed)}); "
+                "name that target, or another output_dir"
             )
         self.write_recipe(record)
         provenance = {
@@ -165,7 +166,7 @@ class RunFolder:
             "num_processes": num_processes,
             "target": {
                 "path": absolute(target.name),
-                "fingerprint": target.fingerprint,
+                **target.identity,
                 "dtype": str(target.dtype).removeprefix("torch."),
             },
             "data": {"sources": record["data"], "sha256": data_hash},

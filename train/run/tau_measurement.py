@@ -16,24 +16,23 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from eval.core.command_line import AUTO
 from eval.core.progress import Progress
 from eval.data.prompts import HELD_OUT_SUITE, Prompt, load_prompts, split_prompts
 from eval.measure.compare import check_decoded
-from eval.measure.draft_search import LARGEST_TREE
 from eval.records.metrics import acceptance_by_depth, tau, tau_interval
 from eval.records.schema import PointSuite, TauFigures
 from eval.runtime.engine import Engine, EngineOptions, Output, Request
-from eval.runtime.sampling_params import Sampling, check_rule
-from heads.core.contract import HEAD_TREE, Batch, DraftHead, max_nodes, shape_for
+from eval.runtime.sampling_params import Sampling
+from heads.core.contract import Batch, DraftHead, shape_for
 from heads.core.errors import UserError
-from heads.core.tree import is_chain, parse_shape
+from heads.core.tree import is_chain
 from heads.targets.frozen_target import FrozenTarget
 from heads.targets.masks import TILE
 from train.core.processes import on_main
 from train.data.packing import Mixture, text_rows
 from train.features.feature_source import FeatureSource, make_batch
 from train.recipe.recipe import Eval
+from train.run.checks import check_trees
 
 ESTIMATE_TOKENS = 2**15
 """Tokens of training text on which tau is estimated if nothing can be decoded; at least one row is used."""
@@ -52,20 +51,9 @@ class Evaluation:
         self.settings = settings
         self.features = features
         target = features.target
-        trees = [settings.tree, *(settings.report.trees or [])]
-        for tree in trees:
-            if tree != AUTO:
-                target.check_shape(None if tree == HEAD_TREE else parse_shape(tree))
-        nodes = max(LARGEST_TREE if tree == AUTO else max_nodes(tree, head) for tree in trees)
+        nodes = check_trees(settings, target, head)
         self.suites, self.requests = load_requests(settings, tokenizer, target, nodes)
         self.longest = max(len(request.prompt) for request in self.requests) + settings.max_new_tokens
-        for shape in map(parse_shape, set(trees) - {AUTO, HEAD_TREE}):
-            head.check_draft(shape)
-            check_rule(settings.rule, shape)
-        if HEAD_TREE in trees and settings.rule != "match":
-            raise UserError(
-                f"rule {settings.rule}: the tree 'head' is grown from ranks, and may leave out a draw; use rule match"
-            )
 
     def measure(self, head: nn.Module) -> TauFigures:
         """Return tau and acceptance by depth over all requests. Called on the main process."""
@@ -133,7 +121,7 @@ def load_requests(
     report = settings.report
     context_length = target.context_length
     room = context_length - max(settings.max_new_tokens, report.max_new_tokens or 0) - nodes
-    limit = min(settings.max_prompt_tokens, max(room, 1)) if settings.skip_long else settings.max_prompt_tokens
+    limit = min(settings.max_prompt_tokens, room) if settings.skip_long else settings.max_prompt_tokens
     load = partial(
         load_prompts,
         tokenizer=tokenizer,

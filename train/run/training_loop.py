@@ -35,6 +35,7 @@ from train.run.checkpoints import (
     save_checkpoint,
     save_measurement,
 )
+from train.run.checks import check_fit
 from train.run.open_run import Run, open_reader, open_source
 from train.run.tau_measurement import Evaluation
 from train.steps.accelerate_launch import wanted_mode
@@ -65,11 +66,6 @@ def fit(recipe: Recipe, run: Run) -> Outcome:
     # Target. It determines the settings of `head` that the recipe leaves out.
     features, tokenizer = open_source(recipe.features, recipe, accelerator, tracker.say)
     target = features.target
-    if recipe.train.save_dtype == "float32" and target.dtype.itemsize < 4:
-        raise UserError(
-            "train.save_dtype: a head is measured in the dtype of its target, "
-            f"{str(target.dtype).removeprefix('torch.')}; give target.dtype=float32, or leave save_dtype out"
-        )
     target.template = recipe.data.template
     asking = with_arguments(tokenizer, target.template)
     tracker.say(setup_line(target, {"no": "fp32"}.get(accelerator.mixed_precision, "bf16")))
@@ -77,6 +73,7 @@ def fit(recipe: Recipe, run: Run) -> Outcome:
         print_line(contention(accelerator.device))
     section = recipe.head
     unfilled = make_head(section, target, torch.zeros(target.vocab_size, dtype=torch.int64))
+    check_fit(recipe, target, unfilled)
     recipe = recipe.model_copy(update={"head": resolved_head(recipe.head, unfilled.config)})
     checkpoint, steps = on_main(accelerator, lambda: _find_start(run, recipe))
     if checkpoint is not None:

@@ -58,12 +58,7 @@ def make_accelerator(
         "kwargs_handlers": [group],
     }
     if tracking is not None and folder is not None:
-        wanted = {**tracking.model_dump(include={"tensorboard", "trackio"}), "wandb": wandb_mode(tracking.wandb) != OFF}
-        names = [name for name, is_wanted in wanted.items() if is_wanted]
-        for name in names:
-            if find_spec(name) is None:  # Accelerate would skip it
-                raise UserError(f"tracking.{name}: not installed; pip install {name}, or leave it out")
-        arguments["log_with"] = names or None  # it warns about []
+        arguments["log_with"] = trackers_of(tracking) or None  # it warns about []
         arguments["project_config"] = ProjectConfiguration(logging_dir=str(folder / "tensorboard"))
     if not on_gpu:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed would look for a GPU
@@ -94,6 +89,16 @@ def make_accelerator(
     if accelerator.state.deepspeed_plugin is not None:
         _check_deepspeed(accelerator.state.deepspeed_plugin.deepspeed_config)
     return accelerator
+
+
+def trackers_of(tracking: Tracking) -> list[str]:
+    """Return the names of the trackers of a run. UserError for one that is not installed."""
+    wanted = {**tracking.model_dump(include={"tensorboard", "trackio"}), "wandb": wandb_mode(tracking.wandb) != OFF}
+    names = [name for name, is_wanted in wanted.items() if is_wanted]
+    for name in names:
+        if find_spec(name) is None:  # Accelerate would skip it
+            raise UserError(f"tracking.{name}: not installed; pip install {name}, or leave it out")
+    return names
 
 
 def wanted_mode() -> str:

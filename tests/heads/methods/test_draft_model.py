@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -10,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from heads.core.contract import Observation
 from heads.core.tree import parse_shape
+from heads.formats.engine_folder import with_both_rotations
 from heads.methods.draft_model import DraftState
 from heads.registry import build_head
 from heads.saved import load_head, save_head, target_record
@@ -227,8 +229,8 @@ def test_what_is_saved_is_a_hugging_face_model(tiny_target_dir: Path, tmp_path: 
     config = json.loads((tmp_path / "head" / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"] and config["draftsmith"]["kind"] == "draft"
     assert load_target(str(tmp_path / "head")).vocab_size == 128
-    ours, theirs = (load_tokenizer(str(folder))("def f").input_ids for folder in (tmp_path / "head", tiny_target_dir))
-    assert ours == theirs
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (tmp_path / "head" / name).read_bytes() == (tiny_target_dir / name).read_bytes()
 
 
 @pytest.mark.parametrize("rows", [100, 150])
@@ -279,6 +281,45 @@ def test_another_tokenizer_is_refused_by_its_first_differing_token(
     file.write_text(json.dumps(tokenizer))
     said = refused(build_head, "draft", {"path": str(path)}, target, torch.ones(128))
     assert f"token {vocab['Z']} is 'Z' here and 'A' there" in said
+
+
+def test_added_tokens_that_one_tokenizer_lacks_are_said(
+    target: FrozenTarget,
+    tiny_target_dir: Path,
+    tmp_path: Path,
+    make_smaller: Callable[..., Path],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    path = make_smaller(tmp_path / "small", vocab_size=130)
+    tokenizer = load_tokenizer(str(path))
+    tokenizer.add_tokens(["<think>", "</think>"], special_tokens=True)
+    tokenizer.save_pretrained(path)
+    build_head("draft", {"path": str(path)}, target, torch.ones(128))
+    assert "128 ('<think>'), 129 ('</think>')" in caplog.text and str(path) in caplog.text
+
+
+LLAMA3: dict[str, Any] = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    ("rotation", "older"),
+    [
+        ({"rope_type": "default", "rope_theta": 5e5}, {"rope_theta": 5e5, "rope_scaling": None}),
+        (LLAMA3 | {"rope_theta": 5e5}, {"rope_theta": 5e5, "rope_scaling": LLAMA3}),
+    ],
+)
+def test_both_forms_of_a_rotation_are_saved(rotation: dict[str, Any], older: dict[str, Any]) -> None:
+    """Of two rotations, the older form has the base of the sliding layers beside that of the others."""
+    local = {"rope_type": "default", "rope_theta": 123.0}
+    for family, parameters, more in (
+        ("llama", rotation, {}),
+        ("gemma3_text", {"full_attention": rotation, "sliding_attention": local}, {"rope_local_base_freq": 123.0}),
+    ):
+        config = AutoConfig.for_model(family, rope_parameters=deepcopy(parameters))
+        saved = with_both_rotations(config.to_dict())
+        assert {name: saved[name] for name in older | more} == older | more
+        assert AutoConfig.for_model(**deepcopy(saved)).rope_parameters == config.rope_parameters
 
 
 def test_rotary_frequencies_stay_as_they_are_when_the_weights_are_narrowed() -> None:

@@ -20,6 +20,7 @@ from heads.registry import build_head
 from heads.saved import save_head, target_record
 from heads.targets.hub import repo_and_revision
 from heads.targets.load import load_end_ids, load_target, load_tokenizer, unused_weights
+from tests.conftest import make_tiny_tokenizer
 from tests.heads.targets.test_frozen_target import make_model
 from tests.support.native_mtp import change_config, change_weights
 from tests.support.refusals import refused
@@ -51,6 +52,25 @@ def test_an_adapter_is_merged_into_the_weights(tiny_target_dir: Path, adapter_di
     with torch.no_grad():
         assert torch.equal(target.model(TOKENS).logits, merged(TOKENS).logits)
         assert not torch.allclose(target.model(TOKENS).logits, plain.model(TOKENS).logits, atol=0.1)
+
+
+def test_an_adapter_beside_weights_is_not_read_unasked(
+    tiny_target_dir: Path, adapter_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Engines read the weights alone."""
+    both = shutil.copytree(tiny_target_dir, tmp_path / "both")
+    shutil.copytree(adapter_dir, both, dirs_exist_ok=True)
+    plain = load_target(str(tiny_target_dir))
+    with caplog.at_level(logging.WARNING, "draftsmith"):
+        target = load_target(str(both))
+    assert target.fingerprint == plain.fingerprint
+    assert "is not read" in caplog.text and f"target.adapter={both} merges" in caplog.text
+    with torch.no_grad():
+        assert torch.equal(target.model(TOKENS).logits, plain.model(TOKENS).logits)
+    assert load_target(str(both), adapter=str(both)).fingerprint != plain.fingerprint
+    (both / "model.safetensors").unlink()
+    for folder in (both, adapter_dir):
+        assert "and this adapter with target.adapter" in refused(load_target, str(folder))
 
 
 def test_an_adapter_of_another_model_is_named(
@@ -107,6 +127,23 @@ def test_an_adapter_brings_tokens_of_its_own(
     resized_adapter(tiny_target_dir, tmp_path / "single", [], single)
     words = refused(load_target, str(tiny_target_dir), adapter=str(tmp_path / "single"))
     assert "row of token 129 alone, and model.embed_tokens has 128 rows in" in words
+
+
+def test_a_tokenizer_that_its_library_doubts_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """transformers doubts Mistral's large tokenizers of before its version 5, and offers another pattern."""
+    make_tiny_tokenizer().save_pretrained(tmp_path)
+    tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"] |= {f"<|r{n}|>": n for n in range(128, 100_200)}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mistral", "transformers_version": "4.51.0"}))
+    found = {}
+    for fix in (None, False, True):
+        caplog.clear()
+        found[fix] = load_tokenizer(str(tmp_path), fix_mistral_regex=fix).tokenize("a\n b")
+        assert ("target.fix_mistral_regex=true" in caplog.text) == (fix is None)
+    assert found == {None: ["a", "ĊĠ", "b"], False: ["a", "ĊĠ", "b"], True: ["a", "Ċ", "Ġ", "b"]}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "transformers_version": "4.51.0"}))
+    assert "has no effect" in refused(load_tokenizer, str(tmp_path), fix_mistral_regex=True)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from eval.records.results import as_record, write_record
 from heads.core.contract import Rows
 from heads.targets.load import load_target
 from tests.support.measurements import measurement, results_of
-from tests.support.runs import BLOCK, Settings, the_error, write_recipe
+from tests.support.runs import BLOCK, Settings, forget_accelerator, the_error, write_recipe
 from train.entry import attempt
 from train.features.feature_source import make_batch
 from train.plan.memory_and_flops import COPIES, STATE, Launch, Plan
@@ -87,6 +87,36 @@ def test_a_heads_state_is_the_sum_by_hand(eagle: Settings, tmp_path: Path) -> No
     assert rows["the head as it is measured"] == 2 * parameters + tables
     assert plan.step_tokens == 2 * 2 * 48
     assert hours(plan, 100.0, 1e9) == pytest.approx(1e9 * sum(flops_per_token(plan)) / 1e14 / 3600)
+
+
+REFUSED = [
+    ["data.context_length=1000"],
+    ["eval.max_new_tokens=600"],
+    ["eval.tree=static:3.2", "eval.rule=ratio", "eval.temperature=1"],
+    ["train.save_dtype=float32", "target.dtype=bfloat16"],
+    ["train.tokens_per_step=7"],
+    ["head={kind: draft, fresh: {max_position_embeddings: 16}}"],
+    ["target.adapter=.", "target.path=."],
+    ["eval.prompts=no.jsonl"],
+    ["data.sources=[{kind: chat, path: no.jsonl}]"],
+    ["data.sources=[{kind: text, path: no.jsonl}]"],
+    ["output_dir=/proc/x"],
+    ["tracking.trackio=true"],
+    ["features.kind=sharded"],
+]
+
+
+@pytest.mark.parametrize("overrides", REFUSED, ids=lambda words: words[0])
+def test_a_plan_refuses_what_the_run_refuses(
+    overrides: list[str], settings: Settings, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "distill" if "draft" in overrides[0] else "eagle"
+    said = []
+    for option in ([], ["--plan"]):
+        forget_accelerator()
+        assert attempt(name, [str(write_recipe(settings)), *overrides, *option]) == 2
+        said.append(the_error(capsys))
+    assert said[0] == said[1]
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 
+from eval.bench import parse_arguments as bench_arguments
 from eval.records.measure_settings import BenchSettings
 from heads.core.errors import UserError
+from train.data.corpus import cache_root
 from train.recipe.recipe import Recipe, Train, dump_recipe, load_recipe, plain_settings, with_steps
 
 GOOD = """\
@@ -40,6 +42,29 @@ def test_a_good_recipe_loads_and_its_dump_is_the_same_recipe(tmp_path: Path) -> 
     assert recipe.train.lr == 1e-4
     assert recipe.head.model_dump(exclude_unset=True) == {"kind": "eagle3", "depth": 3, "aux_layer_ids": (1, 2, 3)}
     assert load(tmp_path, dump_recipe(plain_settings(recipe))) == recipe
+
+
+def test_paths_are_read_as_a_shell_reads_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every place of a recipe, and of a command line; what is there under the name as it stands is that."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("DRAFTSMITH_DATA_CACHE", "~/c")
+    source = "{kind: chat, path: ~/d.jsonl, chat_template: $HOME/t.jinja, held_out: ~/h.jsonl}"
+    named = ["output_dir=~/o", "target.path=~/T", "target.adapter=$HOME/A", "head.init_from=~/i", "eval.prompts=~/p,q"]
+    named += ["features={kind: cache, folder: '${HOME}/F'}", f"data.sources=[{source}]"]
+    recipe = load(tmp_path, GOOD, *named)
+    found = [recipe.output_dir, recipe.target.path, recipe.target.adapter, recipe.head.init_from, recipe.eval.prompts]
+    found += [recipe.features.model_dump()["folder"], *recipe.data.sources[0].model_dump().values(), str(cache_root())]
+    assert sum(isinstance(value, str) and value.startswith(f"{tmp_path}/") for value in found) == 10
+    assert "~" not in str(found) and "$" not in str(found)
+    options = bench_arguments(["~/head", "--target", "$HOME/T", "--prompts", "~/p", "--out", "~/r"])
+    assert {*options.heads, options.target, options.prompts, str(options.out)} == {
+        f"{tmp_path}/{name}" for name in ("head", "T", "p", "r")
+    }
+    (fault,) = faults(tmp_path, GOOD, "output_dir=$NOWHERE/o")
+    assert "output_dir: $NOWHERE/o: no variable $NOWHERE here; write the whole path" in fault
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "~/x").mkdir(parents=True)
+    assert load(tmp_path, GOOD, "output_dir=~/x").output_dir == "~/x"
 
 
 def test_only_the_report_looks_for_drafts(tmp_path: Path) -> None:
@@ -148,8 +173,9 @@ def test_a_recipe_extends_another(tmp_path: Path) -> None:
 
 
 def test_an_interpolation_is_text(tmp_path: Path) -> None:
-    recipe = load(tmp_path, GOOD.replace("runs/x", "'runs/${oc.env:HOME}'"), "target.path=${output_dir}")
-    assert (recipe.output_dir, recipe.target.path) == ("runs/${oc.env:HOME}", "${output_dir}")
+    text = GOOD.replace("runs/x", "'runs/${oc.env:HOME}'").replace("lr: 1e-4", "lr: 1e-4\ntracking: {wandb: offline}")
+    recipe = load(tmp_path, text, "tracking.name=${output_dir}")
+    assert (recipe.output_dir, recipe.tracking.name) == ("runs/${oc.env:HOME}", "${output_dir}")
 
 
 def test_the_final_measurement_has_the_settings_of_the_report_or_else_those_of_eval(tmp_path: Path) -> None:
