@@ -299,7 +299,9 @@ class ChatTemplate:
             return messages
         faults: list[RecordError] = []
         silent = ""
-        plain = [{name: value for name, value in message.items() if name != "tool_calls"} for message in messages]
+        plain: list[Message] = [{**message} for message in messages]
+        for message in plain:
+            message.pop("tool_calls", None)
         with suppress(RecordError):
             silent = self.render(plain, place=place, tools=tools)
         for form in CALL_FORMS:

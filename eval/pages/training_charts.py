@@ -109,7 +109,7 @@ def shortened(name: str) -> str:
 def draw_depths(axes: Axes, *, points: Sequence[Point]) -> None:
     """Draw a line for each depth that a round has reached, the deeper the fainter."""
     by_depth = list(zip(*(point.alpha for point in points), strict=True))
-    depths = [depth for depth, alpha in enumerate(by_depth) if any(value is not None for value in alpha)]
+    depths = [depth for depth, alpha in enumerate(by_depth) if {*alpha} != {None}]
     for depth in depths:
         line = [(p.tokens, value) for p, value in zip(points, by_depth[depth], strict=True) if value is not None]
         opacity = 1 - (1 - FAINT) * depth / max(len(depths) - 1, 1)

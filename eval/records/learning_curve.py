@@ -73,6 +73,11 @@ def fit_curve(points: Sequence[Point]) -> Fit:
     return _fit("\n".join(point.model_dump_json() for point in points))
 
 
+def counts_of(point: Point) -> list[tuple[int, int]]:
+    """Return tokens and rounds of each prompt of all suites."""
+    return [pair for suite in point.suites.values() for pair in suite.prompts]
+
+
 @cache
 def _fit(text: str) -> Fit:
     """The pages and the terminal say the same of one curve."""
@@ -83,7 +88,7 @@ def _fit(text: str) -> Fit:
     tokens = np.array([point.tokens for point in points], float)
     fallen = falls(points)
     n = tokens / tokens[-1]
-    counts = np.array([[pair for suite in point.suites.values() for pair in suite.prompts] for point in points])
+    counts = np.array([*map(counts_of, points)])
     size = counts.shape[1]
     prompts = np.concatenate([np.arange(size)[None], drawn.integers(size, size=(DRAWS, size))])
     emitted, rounds = np.moveaxis(counts[:, prompts].sum(axis=2), 2, 0)
