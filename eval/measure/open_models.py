@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from transformers import PreTrainedTokenizerBase
-from transformers.utils import logging as transformers_logging
 
 from eval.core.command_line import print_line
 from eval.core.progress import Progress
@@ -24,10 +23,9 @@ from heads.methods.two_drafts import LookupFirst
 from heads.published import is_published, open_any
 from heads.registry import build_untrained, untrained_kind
 from heads.saved import find_head, read_config
-from heads.targets.encoder_decoder import give_template
 from heads.targets.frozen_target import FrozenTarget
-from heads.targets.hub import MODEL, is_here, repo_and_revision, tokenizer_key
-from heads.targets.load import Place, load_end_ids, load_target, load_tokenizer
+from heads.targets.hub import MODEL, is_here, repo_and_revision
+from heads.targets.load import load_target_and_tokenizer
 
 
 class Opened(NamedTuple):
@@ -123,50 +121,10 @@ def say_defaults(path: str, tokenizer: PreTrainedTokenizerBase) -> None:
             print_line(f"{path}: {line}; a head trained with another value needs it here, as --template {other}")
 
 
-def load_pair(
-    path: str,
-    *,
-    dtype: str,
-    device: torch.device,
-    trust_remote_code: bool,
-    quantize: str | None = None,
-    adapter: str | None = None,
-    gguf_file: str | None = None,
-    fix_mistral_regex: bool | None = None,
-    place: Place | None = None,
-) -> tuple[FrozenTarget, PreTrainedTokenizerBase]:
-    """Return a target and the tokenizer of the same path. dtype `auto` is that of the checkpoint, but float32 on a CPU,
-    where narrower types are slower. The other arguments are those of `load_target`."""
-    if dtype == "auto" and device.type == "cpu":
-        dtype = "float32"
-    transformers_logging.disable_progress_bar()
-    level = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()  # its report of missing weights is long; load_target's is one line
-    files: dict[str, Any] = {"trust_remote_code": trust_remote_code, "gguf_file": gguf_file}
-    try:
-        with Progress(f"loading {path}", announced=True):
-            target = load_target(
-                path,
-                dtype=getattr(torch, dtype, None),
-                device=device,
-                quantize=quantize,
-                adapter=adapter,
-                place=place,
-                **files,
-            )
-            tokenizer = load_tokenizer(path, adapter=adapter, fix_mistral_regex=fix_mistral_regex, **files)
-            target.fix_mistral_regex = fix_mistral_regex
-    finally:
-        transformers_logging.set_verbosity(level)
-    if tokenizer.vocab_size > target.vocab_size:  # added tokens may be outside: they do not count, and are not used
-        raise UserError(
-            f"{path}: its tokenizer has {tokenizer.vocab_size} tokens and its output head {target.vocab_size}; use the "
-            "model's own tokenizer"
-        )
-    target.eos_token_ids, target.tokenizer = load_end_ids(path, tokenizer, **files), tokenizer_key(tokenizer)
-    if target.start_token is not None:
-        give_template(tokenizer, target.start_token)
-    return target, tokenizer
+def load_pair(path: str, **how: Any) -> tuple[FrozenTarget, PreTrainedTokenizerBase]:
+    """Return what `heads.targets.load.load_target_and_tokenizer` does, and show that it takes a while."""
+    with Progress(f"loading {path}", announced=True):
+        return load_target_and_tokenizer(path, **how)
 
 
 def prompt_room(target: FrozenTarget, max_new_tokens: int, max_nodes: int) -> int:

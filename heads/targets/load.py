@@ -28,15 +28,26 @@ from transformers import (
 )
 from transformers.integrations import peft
 from transformers.models.auto import auto_factory
+from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import LocalEntryNotFoundError, cached_file, is_offline_mode  # type: ignore[attr-defined]
 
 from heads.core.errors import UserError, first_line, warn_once
-from heads.targets.encoder_decoder import find_head
+from heads.targets.encoder_decoder import find_head, give_template
 from heads.targets.families import eos_ids, register_mimo
 from heads.targets.frozen_target import Features, FrozenTarget
-from heads.targets.hub import INDEX, MODEL, TOKENIZER_CONFIG, find_file, has_file, is_here, repo_and_revision
+from heads.targets.hub import (
+    INDEX,
+    MODEL,
+    TOKENIZER_CONFIG,
+    find_file,
+    has_file,
+    is_here,
+    repo_and_revision,
+    tokenizer_key,
+)
 from heads.targets.merge_adapter import merge_adapter
 
+CPU = torch.device("cpu")
 Place = Callable[[FrozenTarget, torch.device, torch.dtype | None], None]
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_ALONE = (
@@ -150,6 +161,44 @@ def without_adapters() -> Iterator[None]:
     finally:
         for place, is_available in zip(places, known, strict=True):
             place.is_peft_available = is_available
+
+
+def load_target_and_tokenizer(
+    path: str,
+    *,
+    dtype: str = "auto",
+    device: torch.device = CPU,
+    adapter: str | None = None,
+    trust_remote_code: bool = False,
+    gguf_file: str | None = None,
+    fix_mistral_regex: bool | None = None,
+    **how: Any,
+) -> tuple[FrozenTarget, PreTrainedTokenizerBase]:
+    """Return a target and the tokenizer of the same path. Texts end at the tokens that either names. dtype `auto`
+    is that of the checkpoint, but float32 on a CPU, where narrower types are slower. The other arguments are those of
+    `load_target`."""
+    if dtype == "auto" and device.type == "cpu":
+        dtype = "float32"
+    transformers_logging.disable_progress_bar()
+    level = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # its report of missing weights is long; load_target's is one line
+    files: dict[str, Any] = {"trust_remote_code": trust_remote_code, "gguf_file": gguf_file}
+    try:
+        target = load_target(path, dtype=getattr(torch, dtype, None), device=device, adapter=adapter, **files, **how)
+        tokenizer = load_tokenizer(path, adapter=adapter, fix_mistral_regex=fix_mistral_regex, **files)
+        target.fix_mistral_regex = fix_mistral_regex
+    finally:
+        transformers_logging.set_verbosity(level)
+    if tokenizer.vocab_size > target.vocab_size:  # added tokens may be outside: they do not count, and are not used
+        raise UserError(
+            f"{path}: its tokenizer has {tokenizer.vocab_size} tokens and its output head {target.vocab_size}; use the "
+            "model's own tokenizer"
+        )
+    target.eos_token_ids = load_end_ids(path, tokenizer, **files)
+    target.tokenizer = tokenizer_key(tokenizer)
+    if target.start_token is not None:
+        give_template(tokenizer, target.start_token)
+    return target, tokenizer
 
 
 def break_tie(model: PreTrainedModel, whole: Any, path: str) -> bool:
