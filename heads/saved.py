@@ -259,6 +259,16 @@ def check_loaders(
     )
 
 
+def check_unsaved(head: Any, target: FrozenTarget) -> list[Verdict]:
+    """Return what engines and other readers would make of a head, if it were saved. Its tensors need no values."""
+    kind, record = kind_of(head), target_record(target)
+    form = HEADS[kind].format
+    config = form.engine_config(head.config, record, str(target.dtype).removeprefix("torch."))
+    config |= {"draftsmith": {"config": head.config.model_dump()}}
+    shapes = {name: tuple(tensor.shape) for name, tensor in head.to_checkpoint().items()}
+    return check_contents(config, shapes, form, kind, record)
+
+
 def check_fits(path: str | Path, target: FrozenTarget) -> None:
     """Raise UserError for a head that was trained for a target of another width, vocabulary or depth. Say if the target
     is another copy than that of the training, with other weights, another config or another tokenizer."""

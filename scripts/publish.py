@@ -44,6 +44,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--base-model", type=hub_id, help="the target's Hub id, if the head was trained on a local copy")
     add("--unmeasured", action="store_true", help="publish a head that was never measured; its card says so")
     add("--unserved", action="store_true", help="publish a head even if no engine serves it or one misreads it")
+    add("--gguf", action="store_true", help="add the head as a GGUF file for llama.cpp, by its installed converter")
     add("--dry-run", action="store_true", help="list the files and print the model card, without network access")
     return parser.parse_args(arguments)
 

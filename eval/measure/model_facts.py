@@ -12,7 +12,7 @@ from eval.records.draft_schedule import draft_schedule
 from eval.records.results import read_curve
 from eval.records.schema import HEAD, TARGET, Head, HeadConfig, Measurement, Origin, Point, Target
 from heads.core.contract import Drafter, split_draft
-from heads.core.engines import ENGINES
+from heads.core.engines import ALL_ENGINES
 from heads.core.errors import UserError
 from heads.core.strict_settings import Settings
 from heads.formats.engine_folder import Verdict, behind_lookup, why_unserved
@@ -63,7 +63,7 @@ def head_facts(
         curve = read_curve(find_head(folder).parent / "metrics.jsonl")
         engines = engine_verdicts(folder, measurements, chosen, name=HEAD, base=TARGET, match=match)
         unserved = why_unserved(engines)
-        serve = next((engine.shown for engine in engines if engine.reader in ENGINES and engine.serves), None)
+        serve = next((engine.shown for engine in engines if engine.reader in ALL_ENGINES and engine.serves), None)
     tokens, step, steps = (provenance.get(key) for key in ("tokens", "step", "steps"))
     facts = Head(
         kind=kind_of(head),

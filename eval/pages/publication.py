@@ -24,9 +24,10 @@ from eval.records.acceptance_profile import ACCEPTANCE, acceptance_profile
 from eval.records.result_folders import RESULTS, folders_of, newest_results
 from eval.records.results import as_record, plain, read_log
 from eval.records.schema import Results
-from heads.core.engines import ENGINES
+from eval.servers.llamacpp import check_gguf, convert
+from heads.core.engines import ALL_ENGINES, LLAMACPP
 from heads.core.errors import UserError
-from heads.formats.engine_folder import why_unfit
+from heads.formats.engine_folder import Verdict, gguf_name, why_unfit
 from heads.registry import HEADS
 from heads.saved import CONFIG, find_head, load_head, read_config
 from heads.targets.hub import is_hub_id, name_of, repo_and_revision, tokenizer_files, with_names
@@ -62,10 +63,12 @@ def collect(
     rights: Callable[[str], Mapping[str, str]] = lambda base: {},
     unmeasured: bool = False,
     unserved: bool = False,
+    gguf: Path | None = None,
 ) -> Publication:
     """Collect the publication of a run with its own results.json, or with the one in the folder `results`. UserError if
     the head is damaged, was not measured (unless `unmeasured`), is not exact, or no engine serves it or one would
-    misread it (unless `unserved`).
+    misread it (unless `unserved`). `gguf`: folder to write the head into as a GGUF file, too, by the converter of an
+    installed llama.cpp.
 
     rights: function from a target's id on the Hub to its license keys, empty if it has none.
     """
@@ -82,13 +85,18 @@ def collect(
     target = base or Path(str(name or LOCAL_MODEL)).name
     measured = (figures.measurements, figures.chosen) if figures else ((), 0)
     verdicts = engine_verdicts(folder, *measured, name=repo_id, base=repo_and_revision(base or target)[0])
-    if (doubt := why_unfit(verdicts)) is not None and not unserved:
+    serve = read_recipe(folder.parent / RECIPE).get("head", {}).get("serve")
+    if (doubt := why_unfit(verdicts, serve)) is not None and not unserved:
         raise UserError(f"{folder}: {doubt}; fix it, or publish it --unserved")
     form = HEADS[record["kind"]].format
     files: Contents = {CONFIG: public_config(folder / CONFIG, base), form.weights_file: folder / form.weights_file}
     files |= tokenizer_files(folder)  # a draft model is a whole Hugging Face model directory
     if (folder / GENERATION).is_file():
         files[GENERATION] = folder / GENERATION
+    if gguf is not None:
+        file = gguf / gguf_name(record["kind"], repo_id)
+        write_gguf(file, folder, head, record, verdicts)
+        files[file.name] = file
     shown = None
     if figures is not None and place is not None:
         shown = public_results(figures, repo_id, target)
@@ -114,14 +122,29 @@ def collect(
         plots=[plot for plot in PLOTS if plot in files],
         command=shlex.join(shown.command if shown else bench_command(repo_id, target, ())),
         own_prompts=", ".join(quoted(name) for name in private_prompts(shown)),
-        engines=[verdict for verdict in verdicts if verdict.reader in ENGINES],
-        others=[verdict for verdict in verdicts if verdict.reader not in ENGINES],
+        engines=[verdict for verdict in verdicts if verdict.reader in ALL_ENGINES],
+        others=[verdict for verdict in verdicts if verdict.reader not in ALL_ENGINES],
         tried=form.tried if form.tried_settings.items() <= record["config"].items() else None,
         converters=form.converters(repo_id, base or target, record["config"]),
     )
     files[CARD] = card.encode(errors="backslashreplace")  # names from a damaged file may not be valid text
     check_private(files)
     return Publication(files, card, record["kind"], base, licensed.get("license"), place)
+
+
+def write_gguf(file: Path, folder: Path, head: Any, record: dict[str, Any], verdicts: Sequence[Verdict]) -> None:
+    """Write a head as a GGUF file, and read it back. UserError if llama.cpp does not serve it, or its target, whose
+    tokenizer is in the file, is not here."""
+    verdict = next(verdict for verdict in verdicts if verdict.reader == LLAMACPP)
+    if not verdict.serves:
+        raise UserError(f"--gguf: {LLAMACPP} {verdict.reason}; leave --gguf out")
+    name = str(record["target"]["name"])
+    if not Path(name).is_dir():
+        raise UserError(f"--gguf: the converter reads the tokenizer of the target, and {name} is no folder here")
+    known = convert(str(folder), file, target=None if record["kind"] == "draft" else name, log=file.with_suffix(".log"))
+    if not known:
+        raise UserError(f"--gguf: llama.cpp's converter does not know the tokenizer of {name}; leave --gguf out")
+    check_gguf(file, head, record["kind"])
 
 
 def find_measurement(

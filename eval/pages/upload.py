@@ -1,6 +1,7 @@
 """Upload of a publication to the Hub as one commit, with one-line errors."""
 
 import argparse
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,12 @@ RIGHTS = ("license", "license_name", "license_link")
 
 
 def publish(options: argparse.Namespace) -> int:
+    with tempfile.TemporaryDirectory(prefix="draftsmith-") as made:
+        return upload_or_show(options, Path(made))
+
+
+def upload_or_show(options: argparse.Namespace, made: Path) -> int:
+    """Collect a publication, with its files that are made for it in the folder `made`, and upload or show it."""
     offline = options.license or options.dry_run
     publication = collect(
         options.run,
@@ -29,6 +36,7 @@ def publish(options: argparse.Namespace) -> int:
         rights=(lambda base: {"license": options.license} if options.license else {}) if offline else hub_rights,
         unmeasured=options.unmeasured,
         unserved=options.unserved,
+        gguf=made if options.gguf else None,
     )
     place = publication.measurement
     for name, data in publication.files.items():

@@ -38,6 +38,8 @@ class BlockForm:
     """Name of the method in vLLM's options and, in capitals, in SGLang's."""
     in_vllm: bool = True
     in_sglang: bool = True
+    in_llamacpp: bool = False
+    in_openvino: bool = False
     fixed_depth: bool = False
     """True if vLLM drafts another head's tokens unless it drafts as many as were trained."""
 
@@ -126,6 +128,11 @@ class DraftBlockConfig(BlockConfig, DraftBlockSettings):
     @property
     def sglang_limit(self) -> str | None:
         """The same of SGLang."""
+        return None
+
+    @property
+    def llamacpp_limit(self) -> str | None:
+        """The same of llama.cpp."""
         return None
 
     def engine_fields(self) -> dict[str, Any]:

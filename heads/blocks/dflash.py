@@ -17,7 +17,9 @@ from heads.methods.method_settings import DFlashSettings
 
 
 class DFlashConfig(DraftBlockConfig, DFlashSettings):
-    form: ClassVar[BlockForm] = BlockForm(title="DFlash", classes=("DFlashDraftModel", "DFlashSpeculator"))
+    form: ClassVar[BlockForm] = BlockForm(
+        title="DFlash", classes=("DFlashDraftModel", "DFlashSpeculator"), in_llamacpp=True, in_openvino=True
+    )
 
     @property
     def is_causal(self) -> bool:

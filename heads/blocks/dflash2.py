@@ -44,6 +44,7 @@ class DFlash2Config(DFlashConfig, DFlash2Settings):
         settings=("block_size", *CONVOLUTION_SETTINGS, "selector_rank", "selector_top_k"),
         neutral={"output_multiplier": 1, "final_logit_softcapping": 0},
         scales_embeddings=True,
+        in_llamacpp=True,
     )
     draft_vocab_size: None = None
 
@@ -59,6 +60,13 @@ class DFlash2Config(DFlashConfig, DFlash2Settings):
     @property
     def candidates(self) -> int:
         return self.selector_top_k
+
+    @property
+    def llamacpp_limit(self) -> str | None:
+        k, D = self.selector_top_k, self.hidden_size
+        return (
+            None if k * (k + 1) <= D else f"takes a selector_top_k of {k} only from a width of {k * (k + 1)}, not {D}"
+        )
 
 
 def check_convolutions(config: Any) -> None:

@@ -39,6 +39,7 @@ class DSparkConfig(DraftBlockConfig, DSparkSettings):
         nested=False,
         renamed={r"^(?=markov_w[12]\.)": "markov_head.", r"^confidence_proj\.": "confidence_head.proj."},
         algorithm="dspark",
+        in_llamacpp=True,
     )
     spare_rows: ClassVar[int] = 0
 

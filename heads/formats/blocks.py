@@ -12,14 +12,29 @@ from typing import Any
 
 from heads.blocks.backbone import DraftBlockHead
 from heads.blocks.block_config import DraftBlockConfig
-from heads.core.engines import SGLANG, VLLM, rotation_errors
+from heads.core.engines import LLAMACPP, LOCAL_ENGINES, OPENVINO, SGLANG, VLLM, rotation_errors
 from heads.core.strict_settings import SAVED
 from heads.foreign.published_blocks import EMBEDDING_SCALE, SCALED, UNSCALED, embedding_scale, read_block
-from heads.formats.engine_folder import TRIED, Folder, Format, Schedule, decoder_config, sglang, vllm
-from heads.formats.target_classes import SGLANG_BLOCK_TARGETS, VLLM_TARGETS
+from heads.formats.engine_folder import (
+    TRIED,
+    Folder,
+    Format,
+    Schedule,
+    decoder_config,
+    llama_cpp,
+    openvino,
+    sglang,
+    vllm,
+)
+from heads.formats.target_classes import LLAMACPP_TARGETS, OPENVINO_TARGETS, SGLANG_BLOCK_TARGETS, VLLM_TARGETS
 from heads.methods.layers import SLIDING
 
-TARGETS = {VLLM: VLLM_TARGETS, SGLANG: SGLANG_BLOCK_TARGETS}
+TARGETS = {
+    VLLM: VLLM_TARGETS,
+    SGLANG: SGLANG_BLOCK_TARGETS,
+    LLAMACPP: LLAMACPP_TARGETS,
+    OPENVINO: OPENVINO_TARGETS,
+}
 """Classes of targets whose residual streams the engine passes to such a head."""
 MEASURED_IN_VLLM = (
     f"{TRIED} All layers of those heads had the same norm of keys, because that build norms the keys of the context in "
@@ -35,6 +50,10 @@ def block_format(head: type[DraftBlockHead]) -> Format:
         readers[VLLM] = serve_whole_blocks if form.fixed_depth else vllm(form.algorithm)
     if form.in_sglang:
         readers[SGLANG] = sglang(form.algorithm.upper(), block=True)
+    if form.in_llamacpp:
+        readers[LLAMACPP] = llama_cpp(form.algorithm)
+    if form.in_openvino:
+        readers[OPENVINO] = openvino
     return Format(
         read=partial(read_block, head.Config),
         engine_config=engine_config,
@@ -90,9 +109,12 @@ def check_block(method: type[DraftBlockConfig], folder: Folder, reader: str) -> 
     elif reader == VLLM and SCALED.match(architecture) and not config.form.scales_embeddings:
         unsupported = UNSCALED
     else:
-        unsupported = config.vllm_limit if reader == VLLM else config.sglang_limit
+        limits = {VLLM: config.vllm_limit, SGLANG: config.sglang_limit, LLAMACPP: config.llamacpp_limit}
+        unsupported = limits.get(reader)
     errors = rotation_errors(folder.config, reader)
-    if config.draft_vocab_size is not None:
+    if reader in LOCAL_ENGINES and SLIDING in config.kinds and config.sliding_causal and not config.is_causal:
+        errors.append("config.json: layer_types: sliding layers would see all rows of their block, too")
+    if config.draft_vocab_size is not None and not (reader == LLAMACPP and config.form.algorithm == "dspark"):
         errors.append("d2t: no draft vocabulary is read here")
     captured = range(1, config.num_target_layers)
     if any(k not in captured for k in config.aux_layer_ids):

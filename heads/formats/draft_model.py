@@ -5,10 +5,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from heads.core.engines import SGLANG, VLLM
+from heads.core.engines import LLAMACPP, MLX, SGLANG, VLLM
 from heads.core.errors import warn_once
 from heads.foreign.published_files import Reading, Source
-from heads.formats.engine_folder import TRIED, Folder, Format, named_class, sglang, vllm, with_both_rotations
+from heads.formats.engine_folder import (
+    TRIED,
+    Folder,
+    Format,
+    llama_cpp,
+    mlx,
+    named_class,
+    sglang,
+    vllm,
+    with_both_rotations,
+)
 from heads.targets.frozen_target import FrozenTarget
 from heads.targets.hub import TOKENIZER_CONFIG, has_file, tokenizer_files
 from heads.targets.load import load_tokenizer
@@ -62,7 +72,12 @@ FORMAT = Format(
         "dtype": dtype,
         "torch_dtype": dtype,
     },
-    readers={VLLM: vllm("draft_model"), SGLANG: sglang("STANDALONE")},
+    readers={
+        VLLM: vllm("draft_model"),
+        SGLANG: sglang("STANDALONE"),
+        LLAMACPP: llama_cpp("simple"),
+        MLX: mlx,
+    },
     check=check_draft,
     quantizes=True,
     tried=TRIED,

@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from heads.core.engines import SGLANG, VLLM, rotation_errors
+from heads.core.engines import ENGINES, LLAMACPP, OPENVINO, SGLANG, VLLM, rotation_errors
 from heads.core.strict_settings import SAVED
 from heads.foreign.published_eagle3 import EMBEDDING, IDS, QWEN3, UNEVEN, read_eagle3
-from heads.formats.engine_folder import TRIED, Folder, Format, decoder_config, sglang, vllm
-from heads.formats.target_classes import SGLANG_TARGETS, VLLM_TARGETS
+from heads.formats.engine_folder import TRIED, Folder, Format, decoder_config, llama_cpp, openvino, sglang, vllm
+from heads.formats.target_classes import LLAMACPP_TARGETS, OPENVINO_TARGETS, SGLANG_TARGETS, VLLM_TARGETS
 from heads.methods.eagle3 import Eagle3Config
 from heads.methods.head_shape import low_middle_high
 from heads.methods.layers import SLIDING
@@ -69,6 +69,12 @@ class Eagle3Reader:
     """True if the reader applies `fc` only where its inputs are not as wide as the head."""
     max_layers: int | None = None
     """Maximum number of decoder layers that the reader runs, None for no limit."""
+    three_inputs: bool = False
+    """True if the reader refuses heads that read other than three layers of the target, or have several layers."""
+    refuses: frozenset[str] = frozenset()
+    """Settings of a head that the reader refuses."""
+    own_embeddings: bool = True
+    """False if the reader puts the target's embeddings in the place of the head's."""
 
 
 OPTIONS = ("fc_norm", "norm_before_fc", "norm_output", "norm_before_residual", "sliding_window")
@@ -76,6 +82,16 @@ READERS = {
     VLLM: Eagle3Reader(targets=VLLM_TARGETS, options=frozenset(OPTIONS), reads_last=True, fc_by_width=False),
     # The window is an option of SGLang's command.
     SGLANG: Eagle3Reader(targets=SGLANG_TARGETS, options=frozenset(OPTIONS) - {"norm_before_residual"}),
+    # The converter stops at the tensors of fc_norm. It drops norm_output and the window without a word.
+    LLAMACPP: Eagle3Reader(
+        targets=LLAMACPP_TARGETS,
+        options=frozenset({"norm_before_fc", "norm_before_residual"}),
+        reads_last=True,
+        fc_by_width=False,
+        three_inputs=True,
+        refuses=frozenset({"fc_norm"}),
+    ),
+    OPENVINO: Eagle3Reader(targets=OPENVINO_TARGETS, fc_by_width=False, three_inputs=True, own_embeddings=False),
     EAGLE: Eagle3Reader(targets=frozenset({"LlamaForCausalLM", "Qwen3ForCausalLM"}), reads_ids=False, max_layers=1),
 }
 
@@ -88,14 +104,21 @@ def check_eagle3(folder: Folder, name: str) -> tuple[str | None, list[str]]:
         unsupported = "runs no head that norms queries and keys"
     elif architecture not in reader.targets:
         unsupported = f"hands no residual streams of a {architecture} to a head"
+    elif refused := [option for option in OPTIONS if getattr(config, option) and option in reader.refuses]:
+        unsupported = f"refuses heads with {refused[0]}"
+    elif reader.three_inputs and len(config.aux_layer_ids) != 3:
+        unsupported = f"takes heads that read three layers of the target, not {len(config.aux_layer_ids)}"
+    elif reader.three_inputs and config.num_layers != 1:
+        unsupported = f"takes heads of one layer, not {config.num_layers}"
     ids, layers, D = list(config.aux_layer_ids), config.num_target_layers, config.hidden_size
     width, default = config.target_hidden_size or D, list(low_middle_high(config.num_target_layers))
-    ignored = [option for option in OPTIONS if getattr(config, option) and option not in reader.options]
+    read = reader.options | reader.refuses
+    ignored = [option for option in OPTIONS if getattr(config, option) and option not in read]
     errors = [f"config.json: {option}: is not read, so another head would run" for option in ignored]
     errors += rotation_errors(folder.config, name)
-    if name == SGLANG and config.own_embeddings and width == D:
+    if config.own_embeddings and (not reader.own_embeddings or (name == SGLANG and width == D)):
         errors.append(f"{EMBEDDING}: the target's own would take its place")
-    if name != EAGLE and not config.qk_norm and D % config.num_attention_heads:
+    if name in ENGINES and not config.qk_norm and D % config.num_attention_heads:
         errors.append(f"config.json: hidden_size: {D}: {UNEVEN}")
     if reader.max_layers is not None and config.num_layers > reader.max_layers:
         errors.append(f"config.json: num_hidden_layers: {config.num_layers}: only the first layer is run")
@@ -124,6 +147,8 @@ FORMAT = Format(
     readers={
         VLLM: vllm("eagle3"),
         SGLANG: sglang("EAGLE3"),
+        LLAMACPP: llama_cpp("eagle3"),
+        OPENVINO: openvino,
         EAGLE: lambda target, head, *_: f"EaModel.from_pretrained(base_model_path={target!r}, ea_model_path={head!r})",
     },
     check=check_eagle3,

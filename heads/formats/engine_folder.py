@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from heads.core.engines import ENGINES, window_option
+from heads.core.engines import ALL_ENGINES, ENGINES, LLAMACPP, READERS, window_option
 from heads.foreign.published_files import Reading, Source
 from heads.formats.quantized import SCALE
 from heads.methods.layers import BlockConfig
@@ -147,15 +147,16 @@ def check_contents(
     folder = Folder(config, {key: shape for key, shape in shapes.items() if not key.endswith(SCALE)}, target)
     base = shlex.quote(base) + (" --trust-remote-code" if "auto_map" in config else "")
     verdicts = []
-    for reader in dict.fromkeys((*ENGINES, *form.readers)):
+    for reader in dict.fromkeys((*ALL_ENGINES, *form.readers)):
         if reader not in form.readers:
             verdicts.append(Verdict(reader, "", f"has no method for heads of kind {kind}", ()))
             continue
         unsupported, errors = form.check(folder, reader)
-        if reader not in ENGINES and "quantization_config" in config:
+        if reader not in (*ENGINES, LLAMACPP) and "quantization_config" in config:
             errors = [*errors, "8-bit weights are not read"]
         command = form.readers[reader](base, name, steps, config, schedule)
         notes = [SAMPLING] * command.startswith("vllm serve") + [BY_LOAD] * (SCHEDULE in command)
+        notes += NOTES.get(reader, ())
         made, whole = config.get("max_position_embeddings"), target.get("context_length", 0)
         if isinstance(made, int) and made < whole:
             notes.append(
@@ -185,22 +186,27 @@ def behind_lookup(verdict: Verdict, match: int, steps: int) -> Verdict:
     return replace(verdict, command=command, notes=(*verdict.notes, note))
 
 
-def why_unfit(verdicts: Sequence[Verdict]) -> str | None:
-    """Return the reason why a head is unfit for engines: none serves it, or one would misread it. None if it is fit."""
+def why_unfit(verdicts: Sequence[Verdict], serve: Sequence[str] | None = None) -> str | None:
+    """Return the reason why a head is unfit for engines, or None. `serve`: names of the engines that it is for
+    (`READERS`), each of which must serve it. Without them, none of `ENGINES` may misread it and some engine must serve
+    it."""
+    if serve is not None:
+        meant = [READERS[name] for name in serve]
+        return _reasons(verdicts, meant) or None
     if any(verdict.errors for verdict in verdicts if verdict.reader in ENGINES):
-        return _reasons(verdicts)
+        return _reasons(verdicts, ENGINES)
     return why_unserved(verdicts)
 
 
 def why_unserved(verdicts: Sequence[Verdict]) -> str | None:
     """Return the reason why no engine serves a head, or None if one does."""
-    if any(verdict.serves for verdict in verdicts if verdict.reader in ENGINES):
+    if any(verdict.serves for verdict in verdicts if verdict.reader in ALL_ENGINES):
         return None
-    return f"no engine serves it, so it runs in this runtime only: {_reasons(verdicts)}; {INSTEAD}"
+    return f"no engine serves it, so it runs in this runtime only: {_reasons(verdicts, ALL_ENGINES)}; {INSTEAD}"
 
 
-def _reasons(verdicts: Sequence[Verdict]) -> str:
-    others = [verdict for verdict in verdicts if verdict.reader in ENGINES and not verdict.serves]
+def _reasons(verdicts: Sequence[Verdict], readers: Sequence[str]) -> str:
+    others = [verdict for verdict in verdicts if verdict.reader in readers and not verdict.serves]
     return "; ".join(f"{verdict.reader} {verdict.reason}" for verdict in others)
 
 
@@ -236,6 +242,53 @@ def sglang(algorithm: str, *, block: bool = False) -> Command:
         )
 
     return run
+
+
+def llama_cpp(kind: str) -> Command:
+    """Return a function that makes llama.cpp's commands: two of its converter, and that of its server. `kind`: name of
+    the method in its option --spec-type. A file whose name begins with it is found in a repository of the Hub."""
+
+    def run(target: str, head: str, steps: int, config: Mapping[str, Any], schedule: Schedule) -> str:
+        target = target.removesuffix(" --trust-remote-code")
+        file = shlex.quote(gguf_name(kind, head))
+        return (
+            f"python convert_hf_to_gguf.py {target} --outtype f32 --outfile target.gguf\n"
+            f"python convert_hf_to_gguf.py {shlex.quote(head)} --target-model-dir {target} --outtype f32 "
+            f"--outfile {file}\n"
+            f"llama-server -m target.gguf -md {file} --spec-type draft-{kind} --spec-draft-n-max {steps} --metrics"
+        )
+
+    return run
+
+
+def gguf_name(kind: str, head: str) -> str:
+    """Return the name of the GGUF file of a head of this kind. llama.cpp finds a draft beside a model by the prefixes
+    eagle3-, dflash- and dspark-."""
+    prefix = {"simple": "draft", "dflash2": "dflash"}.get(kind, kind)
+    name = head.rstrip("/").rpartition("/")[2]
+    return f"{name if name.startswith(f'{prefix}-') else f'{prefix}-{name}'}.gguf"
+
+
+def openvino(target: str, head: str, steps: int, config: Mapping[str, Any], schedule: Schedule) -> str:
+    """Return OpenVINO's commands: the export of target and head."""
+    export = "--task text-generation-with-past --weight-format fp32"
+    return (
+        f"optimum-cli export openvino -m {target} {export} target-openvino\n"
+        f"optimum-cli export openvino -m {shlex.quote(head)} {export} --trust-remote-code head-openvino"
+    )
+
+
+def mlx(target: str, head: str, steps: int, config: Mapping[str, Any], schedule: Schedule) -> str:
+    return f"mlx_lm.server --model {target} --draft-model {shlex.quote(head)} --num-draft-tokens {steps}"
+
+
+NOTES = {
+    LLAMACPP: (
+        "the converter is in llama.cpp's sources, and takes folders",
+        "without the options llama-server drafts 3 tokens; its caches have 16 bits unless -ctk f32 -ctv f32 is given",
+    )
+}
+"""What to know before a reader's command is used, for heads of any kind."""
 
 
 def decoder_config(config: BlockConfig, target: Mapping[str, Any], dtype: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Classes of targets whose residual streams vLLM 0.33.0 and SGLang 0.5.23 hand to heads.
+"""Classes of targets whose residual streams vLLM 0.33.0, SGLang 0.5.23, llama.cpp and OpenVINO hand to heads.
 
 Of the classes that an engine supports, these are only the ones that transformers has.
 """
@@ -40,3 +40,13 @@ def supported_classes(reader: str, *others: str) -> frozenset[str]:
 VLLM_TARGETS = supported_classes("vllm")
 SGLANG_TARGETS = supported_classes("sglang")
 SGLANG_BLOCK_TARGETS = supported_classes("sglang-blocks", "NemotronH_Omni_Reasoning_V3")
+LLAMACPP = {
+    "ForCausalLM": """
+        BailingMoeV3 DeepseekV4 Gemma4 GptOss HunYuanVL InternLM3 Lfm2 Lfm2Moe Llama MiMoV2 MiMoV2Flash MiniMaxM2
+        Mistral Mixtral MuseGlimmer Nanbeige NemotronH Qwen3 Qwen3Moe Qwen3Next Qwen3_5 Qwen3_5Moe""",
+    "ForConditionalGeneration": "Gemma4 Gemma4Unified HunYuanVL Llava MiniCPMV4_6 MuseGlimmer Qwen3_5 Qwen3_5Moe",
+}
+"""Families whose graphs in llama.cpp b11434 keep the input of each layer, by the classes that its converter reads."""
+LLAMACPP_TARGETS = frozenset(name + suffix for suffix, names in LLAMACPP.items() for name in names.split())
+OPENVINO_TARGETS = frozenset({"LlamaForCausalLM", "Qwen3ForCausalLM"})
+"""Those that OpenVINO GenAI 2026.4.1 names for EAGLE-3. Only Llama was run."""

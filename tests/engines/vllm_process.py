@@ -1,6 +1,5 @@
-"""Processes of a whole vLLM, in the environment whose Python DRAFTSMITH_VLLM_PYTHON names."""
+"""Processes of a whole vLLM, in its environment (scripts/make_engine.sh vllm)."""
 
-import json
 import os
 import signal
 import socket
@@ -14,10 +13,12 @@ from typing import Any
 
 import pytest
 
-PYTHON = os.environ.get("DRAFTSMITH_VLLM_PYTHON", "")
+from eval.servers.engine_process import engine_python, run_job, variables
+
+PYTHON = engine_python("vllm")
 NEEDS_VLLM = [
     pytest.mark.engine,
-    pytest.mark.skipif(not PYTHON, reason="DRAFTSMITH_VLLM_PYTHON names no Python with vLLM"),
+    pytest.mark.skipif(PYTHON is None, reason="no environment with vLLM (scripts/make_engine.sh vllm)"),
 ]
 HERE = Path(__file__).parent
 TARGET = HERE.parents[1] / "recipes/quickstart/target"
@@ -25,27 +26,10 @@ SECONDS = 600
 """Time limit of an answer, and of a server's start."""
 
 
-def environment() -> dict[str, str]:
-    """Return the variables of a small vLLM on a CPU, with this folder's modules and without this project's packages."""
-    kept = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "PYTHONPATH")}
-    return kept | {
-        "PYTHONPATH": str(HERE),
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
-
-
 def ask_vllm(folder: Path, **job: Any) -> dict[str, Any]:
-    """Return what vllm_generate.py writes about a job."""
-    (folder / "job.json").write_text(json.dumps(job))
-    program = [PYTHON, str(HERE / "vllm_generate.py"), "job.json", "result.json"]
-    own = environment() | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    with (folder / "vllm.log").open("w") as log:
-        done = subprocess.run(program, cwd=folder, env=own, stdout=log, stderr=log, timeout=SECONDS)
-    assert done.returncode == 0, (folder / "vllm.log").read_text()[-6000:]
-    found: dict[str, Any] = json.loads((folder / "result.json").read_text())
-    return found
+    """Return what vllm_answers.py writes about a job."""
+    assert PYTHON is not None
+    return run_job(PYTHON, "vllm_answers.py", job, what="vLLM", folder=folder)
 
 
 @contextmanager
@@ -55,11 +39,13 @@ def vllm_server(folder: Path, *options: str) -> Iterator[str]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     # As `vllm serve`, which asks for the version of a package that the build for CPUs calls otherwise.
-    command = [PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", str(TARGET)]
+    command = [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", str(TARGET)]
     command += ["--dtype", "float32", "--enforce-eager", "--distributed-executor-backend", "uni"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", "512", "--max-num-seqs", "8", *options]
     with (folder / "vllm.log").open("w") as log:
-        server = subprocess.Popen(command, cwd=folder, env=environment(), stdout=log, stderr=log, process_group=0)
+        server = subprocess.Popen(
+            command, cwd=folder, env=variables() | {"PYTHONPATH": str(HERE)}, stdout=log, stderr=log, process_group=0
+        )
     try:
         url, until = f"http://127.0.0.1:{port}", time.monotonic() + SECONDS
         while not is_up(url):

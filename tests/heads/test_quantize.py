@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from heads.core.engines import ENGINES
+from heads.core.engines import ENGINES, LLAMACPP
 from heads.formats.quantized import PROJECTIONS, quantized
 from heads.quantize import quantize_head
 from heads.saved import check_loaders, load_head
@@ -41,7 +41,7 @@ def test_projections_are_saved_in_8_bits_with_the_scales_of_their_rows(
         largest = weight.abs().amax(1, keepdim=True)
         bound = largest * STEP[dtype] if dtype == "int8" else weight.abs() * STEP[dtype] + largest * 2.0**-10 / 448
         assert ((again[name] - weight).abs() <= bound * 1.001).all()
-    assert {verdict.reader for verdict in check_loaders(out) if verdict.serves} == set(ENGINES)
+    assert {verdict.reader for verdict in check_loaders(out) if verdict.serves} == {*ENGINES, LLAMACPP}
     said = json.loads((out / "config.json").read_text())["quantization_config"]
     assert said["format"] == {"fp8": "float-quantized", "int8": "int-quantized"}[dtype]
 

@@ -17,6 +17,7 @@ from eval.core.command_line import print_line
 from eval.data.data_files import read_records
 from eval.data.prompts import split_prompts
 from eval.records.result_folders import plain_name, short_name
+from heads.core.engines import READERS
 from heads.core.errors import UserError
 from heads.core.files import check_folder, is_file, write_text
 from heads.methods.method_settings import METHODS, DraftBlockSettings
@@ -43,6 +44,8 @@ SMALL_VOCABULARY = 6144
 SHAPED = {"init_from", "path", "layers", "fresh"}
 """Settings of a head that give it a shape, so that none is derived."""
 DATA_ENDING = r"(\.jsonl?|\.parquet)?(\.gz)?$"
+SERVED = ("vllm", "sglang", "llama.cpp", "openvino")
+"""Engines that heads may be for (`head.serve`)."""
 ADAMW_RATE = 1 / 3
 """Best rate of AdamW alone as a share of Muon's: 2e-3 of 6e-3 on the quickstart's target, 1e-3 of 3e-3 on SmolLM2-135M
 (eval/results/LAB.md)."""
@@ -160,7 +163,8 @@ def derive(source: Source, first: Recipe, launch: "Launch") -> tuple["Plan", str
 
     tree, size, data = source.tree, SIZES[launch.device], first.data
     files = first.target.model_dump(include={"trust_remote_code", "gguf_file"})
-    config = load_config(first.target.path, **files).get_text_config()
+    whole = load_config(first.target.path, **files)
+    config = whole.get_text_config()
     rendering = fill_template(source, first)
     most = most_lengths(data, positions_of(config), size)
     survey = read_conversations(data.sources, rendering, most.prompt)
@@ -187,7 +191,7 @@ def derive(source: Source, first: Recipe, launch: "Launch") -> tuple["Plan", str
     fill(tree, "target", dtype="float32" if launch.device == "cpu" else "bfloat16")
     if not SHAPED & first.head.model_fields_set:
         settings = head_settings(first.head, config.num_hidden_layers, config.vocab_size, lengths.row)
-        fill(tree, "head", **settings)
+        fill(tree, "head", **settings, **served_form(first.head, whole))
     tokens = sum(survey.counts[turns] * (length + lengths.answer / 2) for turns, length in trained.items())
     batch_sizes = fill_steps(source, first, launch, lengths, tokens)
     optimizer = launch.optimizer(first.train.optimizer)
@@ -318,7 +322,7 @@ def head_settings(head: Any, layers: int, vocabulary: int, context: int) -> dict
         return {"num_layers": min(5, max(1, layers // 6)), "num_anchors": min(512, context // 2)}
     draft_layers = min(max(3, layers // 8), max(1, layers // 2))  # spread over the target's
     by_kind: dict[str, dict[str, Any]] = {
-        "eagle3": {"depth": 5, "fc_norm": True, "norm_output": True},
+        "eagle3": {"depth": 5},
         "medusa": {"depth": 4, "loss": "kl", "tree_nodes": 32},
         "draft": {"layers": [n * (layers - 1) // max(1, draft_layers - 1) for n in range(draft_layers)]},
     }
@@ -326,6 +330,29 @@ def head_settings(head: Any, layers: int, vocabulary: int, context: int) -> dict
     if head.kind in ("eagle3", "medusa") and vocabulary > SMALL_VOCABULARY:
         settings["draft_vocab_size"] = min(32000, vocabulary // 3)
     return settings
+
+
+def served_form(head: Any, config: Any) -> dict[str, Any]:
+    """Return the engines that a head is for, by default all that serve EAGLE-3 heads of the target, and the settings
+    that these read. Print the choice in one line."""
+    from heads.formats.eagle3 import READERS as EAGLE3_READERS
+
+    width, top_k = config.get_text_config().hidden_size, 16
+    if head.kind == "dflash2" and "llama.cpp" in (head.serve or ()):
+        while top_k * (top_k + 1) > width:
+            top_k -= 1
+        return {} if top_k == 16 else {"selector_top_k": top_k}
+    if head.kind != "eagle3":
+        return {}
+    (target,) = getattr(config, "architectures", None) or [""]
+    served = [name for name in SERVED if target in EAGLE3_READERS[READERS[name]].targets]
+    serve = list(head.serve or served)
+    norms = all({"fc_norm", "norm_output"} <= EAGLE3_READERS[READERS[name]].options for name in serve)
+    form = "with fc_norm and norm_output" if norms else "plain"
+    fewer = [name for name in serve if name in ("vllm", "sglang")]
+    more = f"; head.serve=[{','.join(fewer)}] adds fc_norm and norm_output" if fewer and not norms else ""
+    print_line(f"the head is {form}, for {', '.join(serve) or 'no engine'}{more}")
+    return {"fc_norm": norms, "norm_output": norms, **({"serve": serve} if serve else {})}
 
 
 def up_to(multiple: int, number: int) -> int:

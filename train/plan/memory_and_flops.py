@@ -24,12 +24,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from heads.core.contract import ACTIVATION_SHARE
-from heads.formats.engine_folder import check_contents, why_unserved
 from heads.methods.losses import CHUNK_BYTES, MIN_ROWS
 from heads.methods.method_settings import LABELS
 from heads.methods.state_recycling import device_memory
-from heads.registry import HEADS
-from heads.saved import target_record
+from heads.saved import check_unsaved
 from heads.targets.families import attention_widths, layer_setting
 from heads.targets.hf_forward import takes_block_masks
 from heads.targets.load import load_shape
@@ -101,12 +99,8 @@ class Plan:
             target = load_shape(settings.path, dtype=dtype, **files)
             self.head: Any = make_head(section, target, torch.zeros(target.vocab_size, dtype=torch.int64))
             weights: dict[str, Tensor] = self.head.to_checkpoint()
-            record = target_record(target)
-            form = HEADS[section.kind].format
-            config = form.engine_config(self.head.config, record, str(target.dtype).removeprefix("torch."))
-            config |= {"draftsmith": {"config": self.head.config.model_dump()}}
-            shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-            self.unserved = why_unserved(check_contents(config, shapes, form, section.kind, record))
+            self.verdicts = check_unsaved(self.head, target)
+            """What engines will make of the head."""
             add_adapters(self.head)
             optimizer = launch.optimizer(recipe.train.optimizer)
             groups = make_optimizer(self.head, recipe.train.model_copy(update={"optimizer": optimizer})).param_groups

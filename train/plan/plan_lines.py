@@ -3,7 +3,7 @@
 import argparse
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -14,7 +14,9 @@ from eval.pages.texts import count as short
 from eval.pages.texts import number, plural, with_interval
 from eval.records.result_folders import short_name
 from eval.records.results import read_results
+from heads.core.engines import ALL_ENGINES
 from heads.core.errors import UserError
+from heads.formats.engine_folder import Verdict, why_unserved
 from heads.targets.quantization import MIN_SHARE
 from train.plan.memory_and_flops import ACTIVATIONS, GIB, STATE, Launch, Plan
 from train.recipe.recipe import Recipe, with_steps
@@ -67,8 +69,7 @@ def plan_lines(plan: Plan, rates: list[float]) -> Iterator[str]:
         f"{recipe.head.kind} for {recipe.target.path}: {plural(launch.processes, 'device')} ({launch.sharing}), "
         f"target: {launch.features}; {tokens_per_batch}, {'bfloat16' if plan.bf16 else 'float32'} products"
     )
-    if plan.unserved is not None:
-        yield plan.unserved
+    yield served_line(plan.verdicts)
     yield "parameters"
     yield _row("target", short(plan.parameters))
     yield _row("target, active for a token", short(plan.active))
@@ -100,6 +101,16 @@ def plan_lines(plan: Plan, rates: list[float]) -> Iterator[str]:
     yield f"does not fit: {number((total - memory) / GIB)} GiB too much on each device. Each by itself gives"
     for text, size in advice(plan):
         yield f"  {number(size / GIB):>8} GiB, {'fits' if size <= memory else 'too much'}: {text}"
+
+
+def served_line(verdicts: Sequence[Verdict]) -> str:
+    """Return which engines will serve the head, and why the others will not."""
+    if unserved := why_unserved(verdicts):
+        return unserved
+    engines = [verdict for verdict in verdicts if verdict.reader in ALL_ENGINES]
+    served = ", ".join(verdict.reader for verdict in engines if verdict.serves)
+    others = [f"{verdict.reader} {verdict.reason}" for verdict in engines if not verdict.serves]
+    return "; ".join([f"served by {served}", *others])
 
 
 def run_lines(plan: Plan, rates: list[float]) -> Iterator[str]:

@@ -46,7 +46,7 @@ def measure_best(outcome: Outcome, run: Run) -> Results | None:
     (recipe, features, tokenizer), folder, tracker = outcome, run.folder, run.tracker
 
     def act() -> Results | None:
-        if (doubt := why_unfit(check_loaders(folder.head))) is not None:
+        if (doubt := why_unfit(check_loaders(folder.head), recipe.head.serve)) is not None:
             tracker.say(f"{folder.head}: {doubt}")
         if is_measured(folder, recipe.eval):
             results = read_results(folder.results)

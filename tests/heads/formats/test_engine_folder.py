@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from heads.core.engines import ENGINES, SGLANG, VLLM
+from heads.core.engines import ENGINES, LLAMACPP, LOCAL_ENGINES, MLX, OPENVINO, SGLANG, VLLM
 from heads.formats.eagle3 import EAGLE
 from heads.formats.engine_folder import Verdict, behind_lookup, why_unfit
 from heads.formats.medusa import MEDUSA, OLD_VLLM
@@ -34,18 +34,20 @@ def save(folder: Path, target: FrozenTarget, kind: str, **settings: Any) -> Path
 
 
 def verdicts(folder: Path, **changes: Any) -> dict[str, Verdict]:
-    """What each reader makes of a folder, or of the same head for a target with other values in its record."""
+    """What each reader, but for engines for one machine without its method, makes of a folder, or of the same head for
+    a target with other values in its record."""
     if changes:
         record = read_config(folder)
         change_config(folder, draftsmith=record | {"target": record["target"] | changes})
     found = check_loaders(folder, name="ann/a-head", base="org/target", steps=4)
     assert [verdict.reader for verdict in found[:2]] == list(ENGINES)
     assert all(verdict.serves or "\n" not in verdict.reason for verdict in found)
-    return {verdict.reader: verdict for verdict in found}
+    return {verdict.reader: verdict for verdict in found if verdict.command or verdict.reader not in LOCAL_ENGINES}
 
 
 def serving(found: dict[str, Verdict]) -> set[str]:
-    return {reader for reader, verdict in found.items() if verdict.serves}
+    """The readers that serve a head, without the engines for one machine, which have a test of their own."""
+    return {reader for reader, verdict in found.items() if verdict.serves and reader not in LOCAL_ENGINES}
 
 
 @pytest.mark.parametrize(
@@ -218,6 +220,50 @@ def test_which_options_each_reader_takes(
     assert (why_unfit([*found.values()]) is None) == (readers >= set(ENGINES))
 
 
+BLOCKS = {"block_size": 5, "num_layers": 2}
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "readers", "fault"),
+    [
+        ("eagle3", {"draft_vocab_size": 100}, {LLAMACPP, OPENVINO}, ""),
+        ("eagle3", {"fc_norm": True}, set(), f"{LLAMACPP} refuses heads with fc_norm"),
+        ("eagle3", {"norm_output": True}, set(), f"{LLAMACPP} would misread it: config.json: norm_output"),
+        ("eagle3", {"sliding_window": 24}, set(), f"{LLAMACPP} would misread it: config.json: sliding_window"),
+        ("eagle3", {"aux_layer_ids": [2, 4]}, set(), f"{LLAMACPP} takes heads that read three layers of the target"),
+        ("eagle3", {"hidden_size": 24}, {LLAMACPP}, f"{OPENVINO} would misread it: embed_tokens.weight"),
+        ("eagle3", {"rope_scaling": {"rope_type": "linear", "factor": 4}}, {LLAMACPP}, "no kind linear is read"),
+        ("dflash", BLOCKS, {LLAMACPP, OPENVINO}, ""),
+        ("dflash", BLOCKS | {"sliding_window": 9}, set(), "sliding layers would see all rows of their block"),
+        ("dspark", BLOCKS | {"markov_rank": 6}, {LLAMACPP}, f"{OPENVINO} has no method for heads of kind dspark"),
+        ("dflash2", BLOCKS | {"selector_top_k": 5}, {LLAMACPP}, ""),
+        ("dflash2", BLOCKS | {"selector_top_k": 6}, set(), "a selector_top_k of 6 only from a width of 42, not 32"),
+        ("xpress", BLOCKS | {"xpress_mlp_hidden": 64}, set(), f"{LLAMACPP} has no method for heads of kind xpress"),
+        ("medusa", {}, set(), f"{LLAMACPP} has no method"),
+        ("draft", {"layers": [0, 7]}, {LLAMACPP, MLX}, f"{OPENVINO} has no method"),
+    ],
+)
+def test_which_heads_the_engines_for_one_machine_serve(
+    kind: str, settings: dict[str, Any], readers: set[str], fault: str, target: FrozenTarget, tmp_path: Path
+) -> None:
+    folder = save(tmp_path / "head", target, kind, **settings)
+    found = {
+        verdict.reader: verdict for verdict in check_loaders(folder, name="ann/a-head", base="org/target", steps=4)
+    }
+    assert {reader for reader in LOCAL_ENGINES if found[reader].serves} == readers
+    names = ["llama.cpp", "openvino", "mlx"]
+    assert fault in (why_unfit([*found.values()], names) or "")
+    assert (why_unfit([*found.values()], names[:1]) is None) == (LLAMACPP in readers)
+    if LLAMACPP in readers:
+        method = {"draft": "simple", "dflash2": "dflash"}.get(kind, kind)
+        file = f"{method.replace('simple', 'draft')}-a-head.gguf"
+        assert found[LLAMACPP].command.splitlines() == [
+            "python convert_hf_to_gguf.py org/target --outtype f32 --outfile target.gguf",
+            f"python convert_hf_to_gguf.py ann/a-head --target-model-dir org/target --outtype f32 --outfile {file}",
+            f"llama-server -m target.gguf -md {file} --spec-type draft-{method} --spec-draft-n-max 4 --metrics",
+        ]
+
+
 @pytest.mark.parametrize(
     ("architecture", "readers"),
     [
@@ -233,7 +279,10 @@ def test_an_engine_without_the_hook_for_a_target_serves_no_head_of_it(
 ) -> None:
     found = verdicts(save(tmp_path / "head", target, "eagle3"), architecture=architecture)
     assert serving(found) == readers and not any(verdict.errors for verdict in found.values())
-    assert (why_unfit([*found.values()]) is None) == bool(readers)  # what serves nowhere says so
+    local = {"MixtralForCausalLM"}  # llama.cpp's Llama
+    assert (why_unfit([*found.values()]) is None) == bool(
+        readers or architecture in local
+    )  # what serves nowhere says so
 
 
 def test_a_dflash2_head_says_the_factor_of_its_targets_embeddings(tmp_path: Path) -> None:

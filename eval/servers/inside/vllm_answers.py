@@ -1,6 +1,6 @@
 """Texts of a whole vLLM, greedy, and the drafts that it accepted in each round. Run by a Python that has vLLM:
 
-python vllm_generate.py JOB RESULT
+python vllm_answers.py JOB RESULT
 """
 
 import json
@@ -27,7 +27,10 @@ def main(job_file: str, result_file: str) -> None:
         per_request_spec_decode_metrics="detailed" if job["speculative"] else "none",
         **job["options"],
     )
-    sampling = SamplingParams(temperature=0, max_tokens=job["new_tokens"], ignore_eos=True, detokenize=False)
+    ends = job.get("ends", [])
+    sampling = SamplingParams(
+        temperature=0, max_tokens=job["new_tokens"], stop_token_ids=ends, ignore_eos=not ends, detokenize=False
+    )
     prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
     outputs = [output.outputs[0] for output in llm.generate(prompts, sampling)]
     counters = [

@@ -1,0 +1,105 @@
+"""The target as an engine with lower precision runs it: its cache rounded as llama.cpp rounds it.
+
+Blocks of 32 values share a scale in 16 bits. A quantised cache holds keys and values turned by an orthonormal Hadamard
+matrix, where a head's width is a multiple of 64 (llama.cpp b11434, llama-kv-cache.cpp).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eval.runtime.engine import Engine
+from heads.targets.cache import HFCache, KVCache
+
+BLOCK = 32
+TURNED = {"LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM", "InternLM3ForCausalLM"}
+"""Classes whose keys llama.cpp's converter reorders: the two halves of a head alternate."""
+CACHES = ("f16", "q8_0", "q4_0")
+"""Types of caches that are tried, apart from float32."""
+
+
+def round_block(x: Tensor, kind: str) -> Tensor:
+    """Round rows (..., n) as a cache of this kind holds them. llama.cpp has quantised ones only of whole blocks."""
+    if kind == "f16":
+        return x.half().to(x.dtype)
+    if x.shape[-1] % BLOCK:
+        return x
+    blocks = x.unflatten(-1, (-1, BLOCK)).float()
+    if kind == "q8_0":
+        scale = blocks.abs().amax(-1, keepdim=True) / 127
+        steps = (blocks / scale.clamp_min(1e-30)).round()
+    else:  # q4_0: the value of largest size is step -8
+        largest = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
+        scale = largest / -8
+        steps = (blocks / torch.where(scale == 0, 1e-30, scale) + 8.5).floor().clamp(0, 15) - 8
+    rounded: Tensor = (steps * scale.half().float()).flatten(-2).to(x.dtype)
+    return rounded
+
+
+def hadamard(width: int) -> Tensor:
+    """Return the orthonormal, symmetric Hadamard matrix (width, width) of a power of two."""
+    matrix = torch.ones(1, 1)
+    while len(matrix) < width:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    scaled: Tensor = matrix / width**0.5
+    return scaled
+
+
+def round_states(x: Tensor, kind: str, *, alternate: bool) -> Tensor:
+    """Round keys or values (..., H, d) of all heads. `alternate`: the halves of a head alternate in llama.cpp."""
+    d = x.shape[-1]
+    order = torch.arange(d).view(2, -1).T.flatten() if alternate else torch.arange(d)
+    turned = x[..., order]
+    width = next((width for width in (512, 256, 128, 64) if d % width == 0), 0) if kind != "f16" else 0
+    if width:
+        matrix = hadamard(width).to(x.dtype)
+        turned = (turned.unflatten(-1, (-1, width)) @ matrix).flatten(-2)
+    turned = round_block(turned.flatten(-2), kind).unflatten(-1, x.shape[-2:])
+    if width:
+        turned = (turned.unflatten(-1, (-1, width)) @ matrix).flatten(-2)
+    back: Tensor = turned[..., order.argsort()]
+    return back
+
+
+def round_cache(engine: Engine, kind: str) -> None:
+    """Make an engine's target keep its keys and values as a cache of this kind does."""
+    alternate = type(engine.target.model).__name__ in TURNED
+    whole = engine.decoder.target.cache
+    cache: Any = whole  # whose methods are replaced
+    if isinstance(whole, KVCache):
+        write: Callable[[int, Tensor], tuple[Tensor, Tensor]] = whole.write
+        forms = whole.forms
+        heads, width = forms[0]
+
+        def rounded(layer: int, states: Tensor) -> tuple[Tensor, Tensor]:
+            keys, values = states.split([heads * width, states.shape[1] - heads * width], 1)
+            parts = [
+                round_states(part.unflatten(1, (-1, size)), kind, alternate=swaps).flatten(1)
+                for part, (_, size), swaps in zip((keys, values), forms, (alternate, False), strict=True)
+            ]
+            return write(layer, torch.cat(parts, 1))
+
+        cache.write = rounded
+    elif isinstance(whole, HFCache):
+        update = whole.update
+
+        def rounded_update(keys: Tensor, values: Tensor, layer: int, *rest: Any, **more: Any) -> tuple[Tensor, Tensor]:
+            rows = [part.transpose(1, 2) for part in (keys, values)]
+            keys, values = (
+                round_states(row, kind, alternate=swaps).transpose(1, 2)
+                for row, swaps in zip(rows, (alternate, False), strict=True)
+            )
+            return update(keys, values, layer, *rest, **more)
+
+        cache.update = rounded_update
+
+
+@torch.inference_mode()
+def log_probabilities(engine: Engine, prompt: Sequence[int], text: Sequence[int]) -> Tensor:
+    """Return (len(text), V): the target's log-probabilities before each token of a text, in one pass over it."""
+    decoder = engine.decoder.target
+    tokens = torch.tensor([[*prompt, *text[:-1]]], device=engine.target.device)
+    hidden = decoder.prefill(0, tokens, 0).hidden[:, len(prompt) - 1 :]
+    return decoder.logits(hidden)[0].float().log_softmax(-1).cpu()

@@ -1,0 +1,203 @@
+"""The ladder between this runtime and an engine names what makes them differ. The engine is this runtime itself, with
+another head, target or cache; whole engines are in tests/engines."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy
+import psutil
+import pytest
+import torch
+
+from eval import parity
+from eval.core.command_line import exit_status
+from eval.runtime.engine import Engine
+from eval.servers.engine_process import EngineAnswer
+from eval.servers.llamacpp import Step
+from eval.servers.parity_ladder import Cause, Counting, Ladder, counted, precisions
+from eval.servers.parity_run import Asked, climb
+from eval.servers.rounded_target import hadamard, log_probabilities, round_block, round_cache
+from heads.registry import build_head
+from heads.targets.frozen_target import FrozenTarget
+from heads.targets.load import load_target
+from tests.support.small_targets import make_target
+
+ROOT = Path(__file__).resolve().parents[3]
+PROMPTS = [[0, 100, 90, 80]]
+NEW = 100
+DEPTH = 3
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target_dir: Path) -> FrozenTarget:
+    return load_target(str(tiny_target_dir), dtype=torch.float32)
+
+
+def eagle3(target: FrozenTarget, **settings: Any) -> Any:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return build_head("eagle3", {"depth": 3, **settings}, target, torch.ones(target.vocab_size)).float().eval()
+
+
+def ladder(target: FrozenTarget, head: Any, answers: list[EngineAnswer] | None = None) -> Ladder:
+    return Ladder(target, head, DEPTH, "llama.cpp", PROMPTS, NEW, answers or [])
+
+
+def conclude(target: FrozenTarget, head: Any, answers: list[EngineAnswer], **engine: Any) -> str:
+    asked = Asked("an engine")
+    vars(asked).update(engine)
+    _, answer = climb(ladder(target, head, answers), asked, [], None)
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("settings", "cause"),
+    [
+        ({"norm_output": True}, "the conversion: norm_output was dropped"),
+        ({"fc_norm": True, "norm_output": True}, "the conversion: norm_output and fc_norm were dropped"),
+        ({"sliding_window": 6}, "the conversion: sliding_window was dropped"),
+        ({}, "the engine: its layers are one too deep, [3, 5, 6] for [2, 4, 5]"),
+        ({"aux_layer_ids": [1, 3, 6]}, "the engine: the default layers took the place of its own"),
+        ({}, "the engine: it drafts 2 tokens a round, not 3"),
+    ],
+)
+def test_what_reproduces_the_engines_counts_is_named(
+    settings: dict[str, Any], cause: str, target: FrozenTarget
+) -> None:
+    head = eagle3(target, **settings)
+    whole = ladder(target, head)
+    name = cause.partition(": ")[2]
+    tried: Cause = next(each for each in whole.causes() if each.name.startswith(name))
+    theirs = whole.run(tried.head() if tried.head else None, tried.depth).counts
+    own = whole.run().counts
+    assert [answer.tokens for answer in theirs] == [answer.tokens for answer in own]  # no head changes a text
+    assert theirs != own
+    answer = conclude(target, head, theirs)
+    assert answer.startswith(cause) and answer.endswith("as in the engine")
+
+
+def test_an_equal_engine_is_the_heads_own_figure_and_an_unknown_one_is_called_so(target: FrozenTarget) -> None:
+    head = eagle3(target)
+    run = ladder(target, head).run()
+    assert conclude(target, head, run.counts).startswith("the head: tau ")
+    strange = [EngineAnswer(a.tokens, a.rounds, a.drafted, 1, [0, 0, 1]) for a in run.counts]
+    assert "no known behaviour" in conclude(target, head, strange)
+    silent = [EngineAnswer(a.tokens, 0, 0, 0, []) for a in run.counts]
+    assert "it drafts nothing" in conclude(target, head, silent)
+    plain = [answer.tokens for answer in run.counts]
+    plain[0] = [*plain[0][:4], *[(token + 1) % 128 for token in plain[0][4:]]]
+    assert "other texts on 1 prompts" in conclude(target, head, strange, plain=plain)
+
+
+class RoundedServer:
+    """A server whose target has another cache."""
+
+    def __init__(self, whole: Ladder, cache: str) -> None:
+        self.engine, self.ftype = Engine(whole.target, None, whole.options(0)), "all F32"
+        round_cache(self.engine, cache)
+
+    def plain_steps(self, prompt: list[int], text: list[int]) -> list[Step]:
+        rows = log_probabilities(self.engine, prompt, text)
+        return [Step(int(row.argmax()), {k: float(row[k]) for k in row.topk(5).indices.tolist()}) for row in rows]
+
+
+@pytest.mark.parametrize(("family", "cache"), [("llama", "f16"), ("llama", "q8_0"), ("olmo2", "q4_0")])
+def test_the_precision_of_an_engines_cache_is_found_from_its_probabilities(family: str, cache: str) -> None:
+    """By the native decoder and by the model's own code."""
+    target = make_target(family, torch.float32, head_dim=16, num_hidden_layers=8)
+    whole = Ladder(target, eagle3(target), DEPTH, "llama.cpp", [[1, 40, 50, 60]], 40, [])
+    precision = next(each for each in precisions("", None) if each.cache == cache)
+    whole.rounded = precision
+    answers, whole.rounded = whole.run().counts, None
+    whole.answers = answers
+    asked: Any = Asked("an engine", {"tokenizer": "unknown"})
+    asked.llama = RoundedServer(whole, cache)
+    _, answer = climb(whole, asked, [], None)
+    assert precision.name in answer
+
+
+def test_blocks_are_rounded_as_llama_cpps_own_package_rounds_them() -> None:
+    values = torch.randn(64, 96, generator=torch.Generator().manual_seed(1))
+    for kind in ("q8_0", "q4_0"):
+        type_ = gguf.GGMLQuantizationType[kind.upper()]
+        theirs = gguf.quants.dequantize(gguf.quants.quantize(values.numpy(), type_), type_)
+        assert numpy.abs(round_block(values, kind).numpy() - theirs).max() < 1e-6, kind
+    assert torch.allclose(hadamard(64) @ hadamard(64), torch.eye(64), atol=1e-6)
+
+
+def test_rounds_are_counted_as_engines_count_them(target: FrozenTarget) -> None:
+    """llama.cpp drafts no more than an answer may still hold beside the bonus token, so that by hand: 8 tokens, the
+    first by the prompt; a round of 3 accepted drafts leaves 3, of which 2 may be drafted, and so on."""
+
+    class Made:
+        accepted = (3, 1, 3)
+
+    text, made = list(range(8)), Made()
+    clipped: Any = counted(made, text, 3, 8, Counting(clips=True))  # type: ignore[arg-type]
+    assert (clipped.rounds, clipped.drafted, clipped.accepted) == (2, 5, 4)
+    whole: Any = counted(made, text, 3, 8, Counting())  # type: ignore[arg-type]
+    assert (whole.rounds, whole.drafted, whole.accepted, whole.by_position) == (3, 9, 7, [3, 2, 2])
+    less: Any = counted(made, text, 3, 8, Counting(counts_last=False, by_position=False, drafted=False))  # type: ignore[arg-type]
+    assert (less.rounds, less.drafted, less.accepted, less.by_position) == (3, None, 4, None)
+
+
+@pytest.mark.parametrize(
+    ("words", "fault"),
+    [
+        (["lookup:3", "--engine", "llama.cpp"], "lookup:3: needs no engine's reader"),
+        (["HEAD", "--engine", "openvino", "--server", "http://x"], "--server: openvino has no server"),
+        (["HEAD", "--engine", "mlx", "--engine-head", "x"], "mlx reads the folders as they are"),
+        (["HEAD", "--engine", "llama.cpp", "--tree", "tree:2x2x4"], "--tree: engines draft chains here"),
+        (["HEAD", "--engine", "mlx"], "mlx-lm 0.32.2 has no method for heads of kind eagle3"),
+        (["HEAD", "--engine", "llama.cpp"], "--engine llama.cpp: llama.cpp b11549 is not installed here"),
+        (["HEAD", "--engine", "llama.cpp", "--server", "http://127.0.0.1:1"], "no answer"),
+    ],
+)
+def test_errors_are_one_line(
+    words: list[str],
+    fault: str,
+    tiny_run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DRAFTSMITH_LLAMACPP_PYTHON", str(tmp_path / "none"))
+    arguments = [str(tiny_run / "run") if word == "HEAD" else word for word in words]
+    arguments += ["--max-new-tokens", "8", "--max-prompt-tokens", "96"]
+    assert exit_status(lambda: parity.main(arguments)) == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
+    assert len(errors) == 1 and fault in errors[0]
+
+
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
+def test_no_server_outlives_the_process_that_started_it(end: signal.Signals, tmp_path: Path) -> None:
+    (tmp_path / "server.py").write_text("import sys\nprint('http://here', flush=True)\nsys.stdin.read()\n")
+    (tmp_path / "starter.py").write_text(
+        "import sys, time\nfrom pathlib import Path\nfrom eval.servers.engine_process import running\n"
+        "here = Path(sys.argv[1])\n"
+        "with running(Path(sys.executable), str(here / 'server.py'), {}, what='it', folder=here) as url:\n"
+        "    print(url, flush=True)\n    time.sleep(60)\n"
+    )
+    command = [sys.executable, str(tmp_path / "starter.py"), str(tmp_path)]
+    own = {**os.environ, "PYTHONPATH": str(ROOT)}
+    starter = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=own, text=True)
+    with starter:
+        assert starter.stdout is not None and starter.stdout.readline().strip() == "http://here"
+        (server,) = psutil.Process(starter.pid).children()
+        starter.send_signal(end)
+        starter.wait(10)
+    until = time.monotonic() + 10
+    while is_alive(server) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not is_alive(server)
+
+
+def is_alive(process: psutil.Process) -> bool:
+    return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
