@@ -45,7 +45,7 @@ def target_record(target: FrozenTarget) -> dict[str, Any]:
     whole: dict[str, Any] = json.loads(target.checkpoint_config.to_json_string())
     return {
         "name": absolute(target.name),
-        "architecture": type(target.model).__name__,
+        "architecture": target.architecture,
         **target.identity,
         "quantize": target.quantize,
         "hidden_size": target.hidden_size,
@@ -270,12 +270,13 @@ def check_unsaved(head: Any, target: FrozenTarget) -> list[Verdict]:
 
 
 def check_fits(path: str | Path, target: FrozenTarget) -> None:
-    """Raise UserError for a head that was trained for a target of another width, vocabulary or depth. Say if the target
-    is another copy than that of the training, with other weights, another config or another tokenizer."""
+    """Raise UserError for a head that was trained for a target of another class, width, vocabulary or depth. Say if the
+    target is another copy than that of the training, with other weights, another config or another tokenizer."""
     trained_for = read_config(find_head(path))["target"]
     known = trained_for["name"]  # None in a published head whose target is a folder
     where = "a target" if known is None else f"target {known}"
     for name, ours, theirs in (
+        ("architecture", trained_for.get("architecture", target.architecture), target.architecture),
         ("hidden size", trained_for["hidden_size"], target.hidden_size),
         ("vocabulary", trained_for["vocab_size"], target.vocab_size),
         ("number of layers", trained_for["num_layers"], target.num_layers),

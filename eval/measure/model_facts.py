@@ -29,7 +29,7 @@ STEPS = 5
 def target_facts(target: FrozenTarget) -> Target:
     facts = Target(
         name=target.name,
-        architecture=type(target.model).__name__,
+        architecture=target.architecture,
         **target.identity,
         quantize=target.quantize,
         weight_bytes=weight_bytes(target.model),

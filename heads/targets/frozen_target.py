@@ -188,6 +188,10 @@ class FrozenTarget(LanguageModel):
             quantize_layers(self.layers, quantize, name)
 
     @property
+    def architecture(self) -> str:
+        return type(self.model).__name__
+
+    @property
     def identity(self) -> dict[str, Any]:
         """What its texts depend on, as `identity.changes` compares it."""
         return {"fingerprint": self.fingerprint, "settings": self.settings, "tokenizer": self.tokenizer}

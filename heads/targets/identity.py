@@ -6,7 +6,7 @@ Heads, runs, measurements and caches record these, and compare them with those o
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -92,6 +92,14 @@ def plain_rotation(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in kept.items() if value is not None}
 
 
+def leaves(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
 def changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return what differs between two records of one target (`FrozenTarget.identity`), each in a few words. Records of
     earlier versions have the fingerprint alone. All quantised forms of a target count as that target."""
@@ -101,7 +109,7 @@ def changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         found.append(f"other weights, of fingerprint {prints[1]} for {prints[0]}")
     settings = [each.get("settings") for each in (was, now)]
     if None not in settings:
-        first, second = ({**each} for each in settings if each is not None)
+        first, second = (dict(leaves(each)) for each in settings if each is not None)
         for name in sorted(first.keys() | second.keys()):
             if first.get(name) != second.get(name):
                 before, after = (shown(each[name]) if name in each else "its default" for each in (first, second))

@@ -49,6 +49,7 @@ from heads.targets.merge_adapter import merge_adapter
 
 CPU = torch.device("cpu")
 Place = Callable[[FrozenTarget, torch.device, torch.dtype | None], None]
+ONLY = "model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_ALONE = (
     "holds a peft adapter and no model; name the model with target.path, and this adapter with target.adapter, which "
@@ -84,6 +85,8 @@ def load_target(
     """
     config = load_config(path, trust_remote_code=trust_remote_code, gguf_file=gguf_file)
     check_generation_config(path)
+    if gguf_file is None:
+        check_index(path)
     what = "no causal language model with safetensors weights can be loaded"
     stored = config.get_text_config().dtype
     widens = place is not None and dtype is not None and stored is not None and stored.itemsize < dtype.itemsize
@@ -146,6 +149,25 @@ def load_target(
     if target.placement != "absent":
         target.check()
     return target
+
+
+def check_index(path: str) -> None:
+    """Raise UserError for a folder with the weights of two checkpoints: transformers would read model.safetensors, and
+    engines the files that the index names. Also for one whose index names files that are not there."""
+    index = Path(path) / INDEX
+    if not index.is_file():
+        return
+    try:
+        names = sorted({str(name) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
+    except (OSError, ValueError, LookupError, AttributeError, TypeError):  # reported by the loader
+        return
+    if ONLY not in names and (Path(path) / ONLY).is_file():
+        raise UserError(
+            f"{path}: holds {ONLY} beside {INDEX}, which names {names[0]} and others: engines read those, transformers "
+            f"the former; remove one of the two"
+        )
+    if absent := [name for name in names if not (Path(path) / name).is_file()]:
+        raise UserError(f"{path}: lacks {len(absent)} of the files that {INDEX} names, {absent[0]} first; fetch them")
 
 
 @contextmanager
@@ -297,7 +319,7 @@ def load_tokenizer(
 def is_adapter(path: str) -> bool:
     """Return True for a folder or a repository of a peft adapter without a model's weights."""
     try:
-        holds = [has_file(path, name) for name in (ADAPTER_CONFIG, "model.safetensors", INDEX)]
+        holds = [has_file(path, name) for name in (ADAPTER_CONFIG, ONLY, INDEX)]
     except (OSError, ValueError):  # reported in its own words
         return False
     return holds == [True, False, False]

@@ -1,5 +1,6 @@
 """Merge of a peft adapter into a target's weights."""
 
+import os
 import re
 import warnings
 from itertools import chain
@@ -58,10 +59,16 @@ def fit_rows(model: PreTrainedModel, path: str, adapter: str, settings: Any) -> 
 
 
 def check_adapter(adapter: str) -> None:
-    """Raise UserError for a folder that holds no adapter."""
+    """Raise UserError for a folder that holds no adapter in safetensors, with what it holds."""
     for name in ("adapter_config.json", "adapter_model.safetensors") if is_here(adapter) else ():
-        if not (Path(adapter) / name).is_file():
-            raise UserError(f"{adapter}: expected a peft adapter, found no {name} in it")
+        if (Path(adapter) / name).is_file():
+            continue
+        why = ""
+        if (Path(adapter) / "adapter_model.bin").is_file():
+            why = "; pickled ones (.bin) are not read: load it with peft and call save_pretrained(FOLDER)"
+        elif saved := sorted((path.parent for path in Path(adapter).glob(f"*/{name}")), key=os.path.getmtime):
+            why = f"; {saved[-1]} holds one"
+        raise UserError(f"{adapter}: expected a peft adapter, found no {name} in it{why}")
 
 
 def merge_adapter(model: PreTrainedModel, path: str, adapter: str) -> PreTrainedModel:

@@ -56,7 +56,7 @@ def test_an_edit_of_a_config_is_named_if_it_changes_texts(
     after = load_target(str(tmp_path))
     assert torch.equal(logits(before), logits(after)) == (not named)
     found = changes(before.identity, after.identity)
-    assert bool(found) == bool(named) and (not named or found[0].startswith(f"config.json: {named} was ")), found
+    assert bool(found) == bool(named) and (not named or found[0].startswith(f"config.json: {named}")), found
 
 
 def test_both_spellings_of_a_rotation_are_one(tmp_path: Path) -> None:

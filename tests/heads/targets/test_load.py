@@ -90,6 +90,21 @@ def test_an_adapter_of_another_model_is_named(
     (adapter_dir / "adapter_model.safetensors").unlink()
     words = refused(load_target, str(tiny_target_dir), adapter=str(adapter_dir))
     assert "found no adapter_model.safetensors" in words
+    assert f"; {adapter_dir} holds one" in refused(load_target, str(tiny_target_dir), adapter=str(tmp_path))
+    (adapter_dir / "adapter_model.bin").touch()
+    assert "pickled ones" in refused(load_target, str(tiny_target_dir), adapter=str(adapter_dir))
+
+
+def test_files_of_two_checkpoints_are_not_told_apart_by_chance(tiny_target_dir: Path, tmp_path: Path) -> None:
+    """Engines read the files that the index names, and transformers model.safetensors, where both are there."""
+    both = shutil.copytree(tiny_target_dir, tmp_path / "both")
+    names = dict.fromkeys(load_file(both / "model.safetensors"), "model-00001-of-00001.safetensors")
+    (both / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    assert "engines read those" in refused(load_target, str(both))
+    (both / "model.safetensors").rename(both / "model-00001-of-00001.safetensors")
+    assert load_target(str(both)).fingerprint == load_target(str(tiny_target_dir)).fingerprint
+    (both / "model-00001-of-00001.safetensors").unlink()
+    assert "lacks 1 of the files" in refused(load_target, str(both))
 
 
 def resized_adapter(
