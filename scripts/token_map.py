@@ -68,8 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     expect(kind == "mtp", f"{options.recipe}: head.kind", "mtp, which drafts by the target's output head", kind)
     section = recipe.head.model_copy(update={"draft_vocab_size": None})
     with open_run(recipe) as run:
-        target, tokenizer = load_recipe_target(recipe.target, run.accelerator)
-        target.template = recipe.data.template
+        target, tokenizer = load_recipe_target(recipe.target, run.accelerator, template=recipe.data.template)
         V = target.vocab_size
         sizes = options.sizes or [V // share for share in SHARES]
         expect(max(sizes) <= V, "--sizes", f"at most {V}, the target's vocabulary", max(sizes))

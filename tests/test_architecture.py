@@ -94,6 +94,19 @@ def test_no_text_made_of_tokens_is_cleaned_up() -> None:
                 assert "clean_up_tokenization_spaces=False" in said, f"{path.relative_to(ROOT)}:{node.lineno}"
 
 
+def test_a_target_is_finished_when_it_is_made() -> None:
+    """No code sets the fields of a target, which would stand between what opened it and what uses it."""
+    own = ROOT / "heads/targets/frozen_target.py"
+    (made,) = [n for n in ast.parse(own.read_text()).body if isinstance(n, ast.ClassDef) and n.name == "FrozenTarget"]
+    stored = [n for n in ast.walk(made) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)]
+    fields = {node.attr for node in stored}
+    assert {"eos_token_ids", "template", "placement"} <= fields
+    for path in (path for folder in ORDER[:-1] for path in modules(folder)):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and node.attr in fields:
+                assert ast.unparse(node.value) not in ("target", "draft"), f"{path.relative_to(ROOT)}:{node.lineno}"
+
+
 def test_no_file_shadows_another_module() -> None:
     """Python puts a script's own folder first on sys.path: train/queue.py would hide the module queue."""
     everything = [name for folder in ORDER for path in modules(folder) for name in imported_names(path)]

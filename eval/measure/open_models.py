@@ -101,9 +101,9 @@ def open_target(
         adapter=record.get("adapter"),
         gguf_file=record.get("gguf_file"),
         fix_mistral_regex=chosen,
+        template=(record.get("template") or {}) if options.template is None else options.template,
     )
     print_line(setup_line(target))
-    target.template = (record.get("template") or {}) if options.template is None else options.template
     known = arguments_read(tokenizer.chat_template or "", tokenizer) if options.template else None
     if known is not None and (unread := sorted(options.template.keys() - known)):
         names = ", ".join(known) or "none"

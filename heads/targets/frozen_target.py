@@ -8,7 +8,7 @@ may see, and sliding windows are computed from positions, so that draft trees ne
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
@@ -43,6 +43,12 @@ class Features:
 
     aux_hidden_states: Tensor  # (B, N, L * D), ascending; width 0 without auxiliary hidden states
     hidden: Tensor  # (B, N, D), after the final norm
+
+
+Remote = Callable[[Tensor, Tensor, Tensor, Sequence[int]], Features]
+"""(tokens, positions, documents, auxiliary layers) -> features, as `FrozenTarget.packed_features`."""
+Placement = Literal["whole", "sharded", "absent"]
+Place = Callable[["FrozenTarget", torch.device, torch.dtype | None], Placement]
 
 
 class LanguageModel:
@@ -130,16 +136,50 @@ class LanguageModel:
         return self.layers[k].register_forward_pre_hook(before, with_kwargs=True)
 
 
-class FrozenTarget(LanguageModel):
-    """A causal LM that is never trained, with its features, embeddings and output head."""
+@dataclass(frozen=True)
+class Opening:
+    """How a target was opened, and what its files say beside the model."""
 
-    def __init__(self, model: PreTrainedModel, name: str, *, quantize: str | None = None) -> None:
+    checkpoint_config: Any = None
+    """Config of the whole checkpoint; None: the model's. In a multimodal checkpoint, the language model is only a
+    part."""
+    trust_remote_code: bool = False
+    """True if the user allows running the Python code that comes with the model."""
+    adapter: str | None = None
+    """Folder or Hub id of the peft adapter that was merged into the weights."""
+    gguf_file: str | None = None
+    """Name of the GGUF file that holds weights and tokenizer, if they are in one."""
+    two_tables: bool = False
+    """True if its config ties embeddings and output head, and its checkpoint holds two tables that differ."""
+    fix_mistral_regex: bool | None = None
+    """As of `load.load_tokenizer`."""
+    tokenizer: str = ""
+    """Hash of its tokenizer (`hub.tokenizer_key`); empty if none has been opened with it."""
+    eos_token_ids: tuple[int, ...] | None = None
+    """Tokens that end a text (`load.load_end_ids`). None: those of the generation config, which chat models extend,
+    else the config's."""
+    template: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of its chat template, such as `enable_thinking`."""
+
+
+class FrozenTarget(LanguageModel):
+    """A causal LM that is never trained, with its features, embeddings and output head. It is finished when it is made:
+    nothing else sets its fields."""
+
+    def __init__(
+        self, model: PreTrainedModel, name: str, *, quantize: str | None = None, opening: Opening | None = None
+    ) -> None:
+        opening = opening or Opening()
         model.eval()
         self.model = model.requires_grad_(False)
-        self.checkpoint_config: Any = model.config
-        """Config of the whole checkpoint. In a multimodal checkpoint, the language model is only a part."""
-        self.trust_remote_code = False
-        """True if the user allows running the Python code that comes with the model."""
+        self.checkpoint_config: Any = opening.checkpoint_config or model.config
+        self.trust_remote_code = opening.trust_remote_code
+        self.merged_adapter = opening.adapter
+        self.gguf_file = opening.gguf_file
+        self.two_tables = opening.two_tables
+        self.fix_mistral_regex = opening.fix_mistral_regex
+        self.tokenizer = opening.tokenizer
+        self.template = dict(opening.template)
         config = model.config.get_text_config()
         check_layers(model, config, name)
         base, head = find_base(model, name), find_head(model)
@@ -158,34 +198,34 @@ class FrozenTarget(LanguageModel):
         self.context_length: int = longest_text(config) or 2048
         self.shared = SharedLayers(model.get_input_embeddings(), self.lm_head, self.head.weight)
         self.eos_token_ids = eos_ids(model.generation_config) or eos_ids(config)
-        """Tokens that end a text: those of the generation config, which chat models extend, else the config's. A
-        tokenizer may name another one (`heads.targets.load.load_end_ids`)."""
         if outside := [token for token in self.eos_token_ids if not 0 <= token < self.vocab_size]:
             raise UserError(
                 f"{name}: eos_token_id: expected ids below {self.vocab_size}, its vocabulary, got {outside[0]}; fix "
                 "generation_config.json or config.json"
             )
+        if opening.eos_token_ids is not None:
+            self.eos_token_ids = opening.eos_token_ids
         self.quantize = quantize
         self.fingerprint = fingerprint(model) + (f"-{quantize}" if quantize else "")
         self.settings = forward_settings(model.config)
-        self.tokenizer = ""
-        """Hash of its tokenizer (`hub.tokenizer_key`); empty if none has been opened with it."""
-        self.placement: Literal["whole", "sharded", "absent"] = "whole"
+        self.placement: Placement = "whole"
         """Placement of the decoder layers (`heads.targets.layer_placement`). Only a whole target decodes."""
-        self.remote: Callable[[Tensor, Tensor, Tensor, Sequence[int]], Features] | None = None
-        """Computes `packed_features` if no process of this launch holds the layers."""
-        self.merged_adapter: str | None = None
-        """Folder or Hub id of the peft adapter that was merged into the weights."""
-        self.two_tables = False
-        """True if its config ties embeddings and output head, and its checkpoint holds two tables that differ."""
-        self.gguf_file: str | None = None
-        """Name of the GGUF file that holds weights and tokenizer, if they are in one."""
-        self.fix_mistral_regex: bool | None = None
-        """As of `load.load_tokenizer`."""
-        self.template: Mapping[str, Any] = {}
-        """Arguments of its chat template, such as `enable_thinking`."""
+        self.remote: Remote | None = None
         if quantize:
             quantize_layers(self.layers, quantize, name)
+
+    def move(self, device: torch.device, dtype: torch.dtype | None, place: Place | None) -> None:
+        """Move the weights to `device`. `place`: a function of `heads.targets.layer_placement`, to which `dtype` is
+        given."""
+        if place is None:
+            untyped: Any = self.model
+            untyped.to(device)
+        else:
+            self.placement = place(self, device, dtype)
+
+    def compute_by(self, remote: Remote) -> None:
+        """Let `remote` compute `packed_features`, if no process of this launch holds the layers."""
+        self.remote = remote
 
     @property
     def architecture(self) -> str:

@@ -17,10 +17,10 @@ from torch.distributed.fsdp import fully_shard
 from heads.core.errors import UserError
 
 if TYPE_CHECKING:
-    from heads.targets.frozen_target import FrozenTarget
+    from heads.targets.frozen_target import FrozenTarget, Placement
 
 
-def shard_layers(target: "FrozenTarget", mesh: DeviceMesh, dtype: torch.dtype | None) -> None:
+def shard_layers(target: "FrozenTarget", mesh: DeviceMesh, dtype: torch.dtype | None) -> "Placement":
     """Keep this process's shard of each decoder layer on the mesh's device, with FSDP for forward passes only. A layer
     is gathered while it computes. `dtype`: a wider dtype for the weights, None to keep theirs. Every process must call
     this."""
@@ -35,15 +35,15 @@ def shard_layers(target: "FrozenTarget", mesh: DeviceMesh, dtype: torch.dtype | 
     if mesh.device_type != "cpu":  # with a common root, the next layer is gathered while one computes
         inside = set(target.layers.parameters())
         fully_shard(target.base, mesh=mesh, ignored_params=set(target.model.parameters()) - inside)
-    target.placement = "sharded"
+    return "sharded"
 
 
-def drop_layers(target: "FrozenTarget", device: torch.device, dtype: torch.dtype | None) -> None:
+def drop_layers(target: "FrozenTarget", device: torch.device, dtype: torch.dtype | None) -> "Placement":
     """Move everything outside the decoder layers to `device`, and keep only the shapes of the layers. `dtype`: as in
     `shard_layers`."""
     _place_rest(target, device, dtype)
     target.layers.to("meta")
-    target.placement = "absent"
+    return "absent"
 
 
 def _place_rest(target: "FrozenTarget", device: torch.device, dtype: torch.dtype | None) -> None:

@@ -3,11 +3,12 @@
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from transformers.utils.hub import LocalEntryNotFoundError, cached_file, is_offl
 from heads.core.errors import UserError, first_line, warn_once
 from heads.targets.encoder_decoder import find_head, give_template
 from heads.targets.families import eos_ids, register_mimo
-from heads.targets.frozen_target import Features, FrozenTarget
+from heads.targets.frozen_target import Features, FrozenTarget, Opening, Place
 from heads.targets.hub import (
     INDEX,
     MODEL,
@@ -48,7 +49,6 @@ from heads.targets.hub import (
 from heads.targets.merge_adapter import merge_adapter
 
 CPU = torch.device("cpu")
-Place = Callable[[FrozenTarget, torch.device, torch.dtype | None], None]
 ONLY = "model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_ALONE = (
@@ -59,9 +59,16 @@ CODE_SETTINGS = {"output_attentions": False, "output_hidden_states": False, "ret
 """Fields of a config that say how other programs run the model, and what they must be here."""
 
 
-def load_target(
+def load_target(path: str, **how: Any) -> FrozenTarget:
+    """Load a target without its tokenizer: its texts end at the tokens of its configs alone. `how`: as of
+    `open_target`."""
+    return open_target(path, with_tokenizer=False, **how)[0]
+
+
+def open_target(
     path: str,
     *,
+    with_tokenizer: bool,
     dtype: torch.dtype | None = None,
     device: str | torch.device = "cpu",
     trust_remote_code: bool = False,
@@ -69,12 +76,15 @@ def load_target(
     place: Place | None = None,
     adapter: str | None = None,
     gguf_file: str | None = None,
-) -> FrozenTarget:
+    fix_mistral_regex: bool | None = None,
+    template: Mapping[str, Any] = MappingProxyType({}),
+) -> tuple[FrozenTarget, PreTrainedTokenizerBase | None]:
     """Load a target from a folder or the Hub (OWNER/NAME or OWNER/NAME@REVISION), in its stored dtype unless `dtype` is
-    given.
+    given. `with_tokenizer`: also load its tokenizer, which may name further tokens that end a text.
 
     `adapter`: a folder or Hub id of a peft adapter, which is merged into the weights. `gguf_file`: the name of a GGUF
-    file at `path`, whose weights are dequantised. After that, the target is as any other.
+    file at `path`, whose weights are dequantised. After that, the target is as any other. `template`: arguments of its
+    chat template.
 
     `place`: a function of `heads.targets.layer_placement`, which moves the weights instead of `Module.to`. Weights in
     their stored dtype are memory-mapped from their files and shared by all processes of a machine, so `place` also
@@ -139,16 +149,18 @@ def load_target(
     if adapter is not None:
         model = merge_adapter(model, path, adapter)
         config.get_text_config().vocab_size = model.config.get_text_config().vocab_size
-    target = FrozenTarget(model, path, quantize=quantize)  # on the CPU, so that a device never holds it whole
-    target.merged_adapter, target.gguf_file, target.two_tables = adapter, gguf_file, two_tables
-    target.checkpoint_config, target.trust_remote_code = config, trust_remote_code
-    if place is None:
-        model.to(device)
-    else:
-        place(target, torch.device(device), dtype)
+    opening = Opening(config, trust_remote_code, adapter, gguf_file, two_tables, fix_mistral_regex, template=template)
+    tokenizer = None
+    if with_tokenizer:
+        files: dict[str, Any] = {"trust_remote_code": trust_remote_code, "gguf_file": gguf_file}
+        tokenizer = load_tokenizer(path, adapter=adapter, fix_mistral_regex=fix_mistral_regex, **files)
+        ends = load_end_ids(path, tokenizer, **files)
+        opening = replace(opening, tokenizer=tokenizer_key(tokenizer), eos_token_ids=ends)
+    target = FrozenTarget(model, path, quantize=quantize, opening=opening)  # on the CPU: no device holds it whole
+    target.move(torch.device(device), dtype, place)
     if target.placement != "absent":
         target.check()
-    return target
+    return target, tokenizer
 
 
 def check_index(path: str) -> None:
@@ -186,38 +198,26 @@ def without_adapters() -> Iterator[None]:
 
 
 def load_target_and_tokenizer(
-    path: str,
-    *,
-    dtype: str = "auto",
-    device: torch.device = CPU,
-    adapter: str | None = None,
-    trust_remote_code: bool = False,
-    gguf_file: str | None = None,
-    fix_mistral_regex: bool | None = None,
-    **how: Any,
+    path: str, *, dtype: str = "auto", device: torch.device = CPU, **how: Any
 ) -> tuple[FrozenTarget, PreTrainedTokenizerBase]:
     """Return a target and the tokenizer of the same path. Texts end at the tokens that either names. dtype `auto`
-    is that of the checkpoint, but float32 on a CPU, where narrower types are slower. The other arguments are those of
-    `load_target`."""
+    is that of the checkpoint, but float32 on a CPU, where narrower types are slower. `how`: as of `open_target`."""
     if dtype == "auto" and device.type == "cpu":
         dtype = "float32"
     transformers_logging.disable_progress_bar()
     level = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()  # its report of missing weights is long; load_target's is one line
-    files: dict[str, Any] = {"trust_remote_code": trust_remote_code, "gguf_file": gguf_file}
+    transformers_logging.set_verbosity_error()  # its report of missing weights is long; ours is one line
     try:
-        target = load_target(path, dtype=getattr(torch, dtype, None), device=device, adapter=adapter, **files, **how)
-        tokenizer = load_tokenizer(path, adapter=adapter, fix_mistral_regex=fix_mistral_regex, **files)
-        target.fix_mistral_regex = fix_mistral_regex
+        number_type = getattr(torch, dtype, None)
+        target, tokenizer = open_target(path, with_tokenizer=True, dtype=number_type, device=device, **how)
     finally:
         transformers_logging.set_verbosity(level)
+    assert tokenizer is not None
     if tokenizer.vocab_size > target.vocab_size:  # added tokens may be outside: they do not count, and are not used
         raise UserError(
             f"{path}: its tokenizer has {tokenizer.vocab_size} tokens and its output head {target.vocab_size}; use the "
             "model's own tokenizer"
         )
-    target.eos_token_ids = load_end_ids(path, tokenizer, **files)
-    target.tokenizer = tokenizer_key(tokenizer)
     if target.start_token is not None:
         give_template(tokenizer, target.start_token)
     return target, tokenizer
@@ -460,9 +460,12 @@ def check_generation_config(path: str) -> None:
 class ShapeTarget(FrozenTarget):
     """A target whose tensors have shapes but no values. It accepts any head of its shape."""
 
-    def __init__(self, model: PreTrainedModel, name: str) -> None:
-        super().__init__(model, name)
+    def __init__(self, model: PreTrainedModel, name: str, opening: Opening) -> None:
+        super().__init__(model, name, opening=opening)
         self.fingerprint = ""
+        untyped: Any = model
+        untyped.to_empty(device="cpu").tie_weights()
+        self.shared = replace(self.shared, lm_head_weight=self.lm_head_weight)
 
     def packed_features(
         self, tokens: Tensor, positions: Tensor, documents: Tensor, aux_layer_ids: Sequence[int]
@@ -487,8 +490,4 @@ def load_shape(
         raise UserError(
             f"{path}: its config.json describes no causal language model ({first_line(error)}); name another"
         ) from error
-    target = ShapeTarget(model, path)
-    target.trust_remote_code = trust_remote_code
-    model.to_empty(device="cpu").tie_weights()
-    target.shared = replace(target.shared, lm_head_weight=target.lm_head_weight)
-    return target
+    return ShapeTarget(model, path, Opening(trust_remote_code=trust_remote_code))

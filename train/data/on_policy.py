@@ -16,7 +16,7 @@ from eval.runtime.sampling_params import Sampling
 from heads.core.contract import DraftHead
 from heads.core.errors import UserError
 from heads.core.files import write_text
-from heads.targets.frozen_target import FrozenTarget
+from heads.targets.frozen_target import FrozenTarget, Opening
 from train.data.corpus import Document, corpus_of
 from train.data.data_settings import OnPolicy
 from train.data.packing import PATTERN, Mixture, Pool
@@ -63,8 +63,8 @@ class Samples:
     def write(self, begin: int, head: DraftHead, target: FrozenTarget) -> int:
         """Generate the samples with a draft model, write their tokens to a file, and return the number of tokens."""
         assert head.language_model is not None
-        draft = FrozenTarget(head.language_model, f"the draft of {target.name}")
-        draft.eos_token_ids = target.eos_token_ids
+        ends = Opening(eos_token_ids=target.eos_token_ids)
+        draft = FrozenTarget(head.language_model, f"the draft of {target.name}", opening=ends)
         options = EngineOptions(batch_size=self.settings.batch_size, max_length=self.max_length)
         samples = [output.tokens for output in Engine(draft, None, options).generate(self.requests(begin))]
         write_text(self.file(begin), "".join(f"{json.dumps(tokens)}\n" for tokens in samples))

@@ -139,7 +139,7 @@ class CachedFeatures(FeatureSource):
         check_holds(self.folder, self.about, wanted)
         self.shards = {key: shard for shard in shards for key in shard.rows}
         """The key of each row -> the shard that holds it."""
-        target.remote = self.fetch
+        target.compute_by(self.fetch)
 
     def check(self, mixture: Mixture, aux_layer_ids: Sequence[int]) -> None:
         """Raise UserError if the folder has features of other rows or layers."""

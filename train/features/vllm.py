@@ -201,7 +201,7 @@ class ServedFeatures(FeatureSource):
         self.accelerator = accelerator
         self.steps_ahead = -(-settings.in_flight // rows_of_step) + 1
         self.server: HiddenStatesServer | None = None
-        target.remote = self.fetch
+        target.compute_by(self.fetch)
 
     def open_server(self, aux_layer_ids: Sequence[int]) -> HiddenStatesServer:
         """Return the server, and open it at the first call. `aux_layer_ids`: the layers that the head reads."""

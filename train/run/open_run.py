@@ -13,9 +13,9 @@ from transformers import PreTrainedTokenizerBase
 from eval.core.command_line import print_line
 from eval.data.chat_template import ChatTemplate
 from heads.core.errors import UserError
-from heads.targets.frozen_target import FrozenTarget
+from heads.targets.frozen_target import FrozenTarget, Place
 from heads.targets.layer_placement import drop_layers, shard_layers
-from heads.targets.load import Place, load_config, load_end_ids, load_tokenizer
+from heads.targets.load import load_config, load_end_ids, load_tokenizer
 from train.core.interrupts import Interrupts
 from train.core.processes import die_with_launcher, on_main
 from train.core.strict_yaml import suggest
@@ -131,7 +131,7 @@ def open_source(
 ) -> tuple[FeatureSource, PreTrainedTokenizerBase]:
     """Return the source of features for `settings`, with the target of a recipe, and the target's tokenizer. Called by
     every process."""
-    load = partial(load_recipe_target, recipe.target, accelerator)
+    load = partial(load_recipe_target, recipe.target, accelerator, template=recipe.data.template)
     if isinstance(settings, ProcessFeatures):
         target, tokenizer = load()
         return FeatureSource(target), tokenizer

@@ -66,7 +66,6 @@ def fit(recipe: Recipe, run: Run) -> Outcome:
     # Target. It determines the settings of `head` that the recipe leaves out.
     features, tokenizer = open_source(recipe.features, recipe, accelerator, tracker.say)
     target = features.target
-    target.template = recipe.data.template
     asking = with_arguments(tokenizer, target.template)
     tracker.say(setup_line(target, {"no": "fp32"}.get(accelerator.mixed_precision, "bf16")))
     if accelerator.num_processes == 1:  # a process of a larger launch would report the other ones

@@ -10,10 +10,12 @@ import fcntl
 import os
 import tempfile
 import warnings
+from collections.abc import Mapping
 from contextlib import ExitStack
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,8 +28,7 @@ from eval.measure.open_models import load_pair
 from eval.pages.wandb_run import wandb_mode
 from heads.core.errors import UserError
 from heads.core.files import lock
-from heads.targets.frozen_target import FrozenTarget
-from heads.targets.load import Place
+from heads.targets.frozen_target import FrozenTarget, Place, Placement
 from train.core.processes import is_launched
 from train.recipe.recipe import Target, Tracking, Train
 from train.steps.fast_dtype import fastest_dtype
@@ -155,10 +156,13 @@ def _check_deepspeed(config: dict[str, Any]) -> None:
 
 
 def load_recipe_target(
-    settings: Target, accelerator: Accelerator, place: Place | None = None
+    settings: Target,
+    accelerator: Accelerator,
+    place: Place | None = None,
+    template: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[FrozenTarget, PreTrainedTokenizerBase]:
     """Return the frozen target and its tokenizer. `place` puts the target on its devices; by default it is loaded onto
-    this process's device."""
+    this process's device. `template`: arguments of its chat template."""
     plugin = accelerator.state.deepspeed_plugin
     if plugin is not None:  # under ZeRO-3, `from_pretrained` would leave a frozen target with empty weights
         from transformers.integrations.deepspeed import unset_hf_deepspeed_config
@@ -169,12 +173,14 @@ def load_recipe_target(
         loading = Path(tempfile.gettempdir()) / f"draftsmith-{os.getuid()}.loading"
         lock(turn.enter_context(loading.open("a")).fileno(), fcntl.LOCK_EX)
 
-        def put(target: FrozenTarget, device: torch.device, dtype: torch.dtype | None) -> None:
+        def put(target: FrozenTarget, device: torch.device, dtype: torch.dtype | None) -> Placement:
             assert place is not None
-            place(target, device, dtype)
+            placement = place(target, device, dtype)
             turn.close()  # the check that follows may need all processes
+            return placement
 
-        loaded = load_pair(device=accelerator.device, place=None if place is None else put, **settings.model_dump())
+        how = {**settings.model_dump(), "template": template}
+        loaded = load_pair(device=accelerator.device, place=None if place is None else put, **how)
     if plugin is not None:
         plugin.set_deepspeed_weakref()
     return loaded
