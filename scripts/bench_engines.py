@@ -81,7 +81,8 @@ def measure(options: argparse.Namespace, opened: ExitStack) -> int:
     if target.dtype != torch.float32:
         raise UserError(f"--dtype {options.dtype}: float32 is compared with float32; leave it out")
     head = fitting_head(options.head, target)
-    depths, new_tokens = options.depths, options.max_new_tokens
+    depths = options.depths
+    new_tokens = options.max_new_tokens
     prompts = choose_prompts(target, tokenizer, to_settings(options), max(depths) + 1)
     length = max(len(prompt.ids) for prompt in prompts) + new_tokens + max(depths) + 2
     runner = opened.enter_context(asyncio.Runner())

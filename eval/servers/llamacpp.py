@@ -64,7 +64,8 @@ class LlamaServer:
     """A client of one server, asked one request at a time."""
 
     def __init__(self, url: str, runner: asyncio.Runner) -> None:
-        self.client, self._runner = ServerClient(url, retries=0), runner
+        self.client = ServerClient(url, retries=0)
+        self._runner = runner
         cards = self._runner.run(self.client.models())
         if not cards or cards[0].get("owned_by") != "llamacpp":
             owner = cards[0].get("owned_by") if cards else "nobody"
@@ -147,7 +148,8 @@ class LlamaServer:
 def check_gguf(file: Path, head: Any, kind: str) -> None:
     """Raise UserError unless a GGUF file holds a head: its layers of the target, its options, and every value."""
     found = metadata(file)
-    tensors, config = found.pop("tensors"), head.config
+    tensors = found.pop("tensors")
+    config = head.config
     named = {"block_size": "block_size", "causal": "attention.causal", "selector_top_k": "selector_top_k"}
     named |= {name: name for name in ("norm_before_fc", "norm_before_residual", "selector_rank", "conv_kernel_size")}
     prefix = "eagle3" if kind == "eagle3" else "dflash"

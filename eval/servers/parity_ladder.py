@@ -100,7 +100,8 @@ class Ladder:
 
     def run(self, head: Drafter | None = None, depth: int | None = None) -> Run:
         """Decode all prompts here, as the engine counts."""
-        head, depth = head or self.head, depth or self.depth
+        head = head or self.head
+        depth = depth or self.depth
         rounded = self.rounded or Precision("")
         engine = Engine(rounded.target or self.target, head, self.options(depth))
         if rounded.cache:
@@ -136,7 +137,8 @@ class Ladder:
                 yield Cause(f"{name} was dropped", "the conversion", self.variant({name: value}, prefixes))
         if len(drops) > 1:
             yield Cause(f"{' and '.join(drops)} were dropped", "the conversion", self.variant(drops, tuple(names)))
-        ids, layers = list(self.head.aux_layer_ids), self.target.num_layers
+        ids = list(self.head.aux_layer_ids)
+        layers = self.target.num_layers
         others = {
             "its layers are one too deep": [k + 1 for k in ids],
             "its layers are one too shallow": [k - 1 for k in ids],
@@ -189,7 +191,8 @@ def count_distance(ours: EngineAnswer, theirs: EngineAnswer) -> int:
     """Return by how much two counts of an answer differ, in what both count."""
     distance = 0
     for name in ("rounds", "drafted", "accepted"):
-        one, other = getattr(ours, name), getattr(theirs, name)
+        one = getattr(ours, name)
+        other = getattr(theirs, name)
         if one is not None and other is not None:
             distance += abs(one - other)
     if ours.by_position is not None and theirs.by_position is not None:

@@ -99,7 +99,8 @@ class Asked:
     """An engine that answers: its name, its answers, and what it can say without a draft."""
 
     def __init__(self, engine: str, facts: dict[str, str] | None = None) -> None:
-        self.engine, self.facts = engine, facts or {}
+        self.engine = engine
+        self.facts = facts or {}
         self.answers: list[EngineAnswer] = []
         self.depth: int | None = None
         """Draft tokens in a round, if the engine says."""
@@ -112,7 +113,8 @@ def compare(options: argparse.Namespace, settings: BenchSettings) -> ParityRecor
     target, tokenizer = open_target_of(options.head, options)
     head = fitting_head(options.head, target)
     kind = kind_of(head)
-    folder, record = None, None
+    folder = None
+    record = None
     if not is_published(options.head):
         folder = find_head(options.head)
         record = read_config(folder)
@@ -198,8 +200,10 @@ def other_ids(prompts: Sequence[Prompt], server: LlamaServer, bos: int | None) -
     first tokens are compared: held-out prompts are cut from longer texts."""
     found = []
     for prompt in prompts:
-        ids, ours = server.ids_of(prompt), list(prompt.ids)
-        number, here = leading(ids, bos), leading(ours, bos)
+        ids = server.ids_of(prompt)
+        ours = list(prompt.ids)
+        number = leading(ids, bos)
+        here = leading(ours, bos)
         if number != here:
             found.append((prompt.id, f"{number} BOS at their start, {here} here"))
         elif prompt.messages and ids != ours:
@@ -270,7 +274,9 @@ def llama_server(
     if options.server:
         yield options.server, {}
         return
-    python, kind, notes = need_python("llama.cpp"), kind_of(head), {"cache": options.engine_cache}
+    python = need_python("llama.cpp")
+    kind = kind_of(head)
+    notes = {"cache": options.engine_cache}
     files: dict[str, Any] = {"target": options.engine_target, "head": options.engine_head}
     with Progress("converting for llama.cpp", announced=True):
         if files["target"] is None:
@@ -331,9 +337,11 @@ async def ask_vllm_server(url: str, target: FrozenTarget, prompts: Sequence[Prom
         counters = await server.counters()
         for prompt in prompts:
             found = await server.ask(prompt, Sampling(), settings.max_new_tokens, target.eos_token_ids)
-            before, counters = counters, await server.counters_after(counters, [found])
+            before = counters
+            counters = await server.counters_after(counters, [found])
             by_position = [counters[str(k)] - before[str(k)] for k in range(server.depth)]
-            rounds, drafted = counters[DRAFTS] - before[DRAFTS], counters[DRAFTED] - before[DRAFTED]
+            rounds = counters[DRAFTS] - before[DRAFTS]
+            drafted = counters[DRAFTED] - before[DRAFTED]
             engine.answers.append(EngineAnswer(found.tokens, rounds, drafted, sum(by_position), by_position))
         return engine
     finally:
@@ -344,8 +352,10 @@ def ask_program(
     options: argparse.Namespace, target: FrozenTarget, head: Drafter, folder: str, job: dict[str, Any], made: Path
 ) -> Asked:
     """Run an engine that has no server here, with the head and without."""
-    name, kind = options.engine, kind_of(head)
-    python, what = need_python(name), f"{READERS[name]} fails"
+    name = options.engine
+    kind = kind_of(head)
+    python = need_python(name)
+    what = f"{READERS[name]} fails"
     files = {"target": local_folder(target.name), "head": folder}
     with Progress(f"running {READERS[name]}", announced=True):
         if name == "vllm":
@@ -414,7 +424,8 @@ def climb(ladder: Ladder, engine: Asked, prompts: Sequence[Prompt], bos: int | N
     say = ladder.lines.append
     with Progress("decoding here", announced=True):
         own = ladder.run()
-    ours, theirs = tau(own.counts), tau(ladder.answers)
+    ours = tau(own.counts)
+    theirs = tau(ladder.answers)
     other = None
     if engine.llama is not None and "tokenizer" not in engine.facts:
         other = other_ids(prompts, engine.llama, bos)
@@ -446,7 +457,8 @@ def check_plain(ladder: Ladder, engine: Asked, own: Run, *, equal: bool) -> tupl
     the precision that explains it. `equal`: texts and counts are equal, so that a few tokens suffice."""
     if engine.llama is None:
         return compare_plain(ladder, engine.plain) if engine.plain is not None else None, None
-    server, options = engine.llama, ladder.options(0)
+    server = engine.llama
+    options = ladder.options(0)
     texts = [text[:CHECKED] for text in own.texts] if equal else ladder.plain_texts()
     probes: list[tuple[Any, Any, list[Step]]] = []
     with Progress("asking without a draft: text", len(texts)) as progress:
@@ -495,7 +507,8 @@ def weights_of(server: LlamaServer, target: FrozenTarget) -> FrozenTarget | None
 
 def compare_plain(ladder: Ladder, theirs: Sequence[list[int]]) -> str | None:
     """Compare plain texts. Return what is wrong with the engine's, or None: equal, or apart by rounding."""
-    ours, engine = ladder.plain_texts(), Engine(ladder.target, None, ladder.options(0))
+    ours = ladder.plain_texts()
+    engine = Engine(ladder.target, None, ladder.options(0))
     near = far = 0
     for prompt, text, other in zip(ladder.prompts, ours, theirs, strict=True):
         if other in (text, text[:-1]):
@@ -515,15 +528,18 @@ def compare_plain(ladder: Ladder, theirs: Sequence[list[int]]) -> str | None:
 
 def find_cause(ladder: Ladder, own: Run, theirs: float, plain: str | None, precision: Precision | None) -> str:
     """Return the answer: the cause that reproduces the engine's counts, or what is known of it."""
-    ours, first = tau(own.counts), parting(ladder, own)
+    ours = tau(own.counts)
+    first = parting(ladder, own)
     ladder.lines.append(f"with the draft: {first}")
     base = own
     if precision is not None:
         ladder.rounded = precision
         base = ladder.run()
         ladder.lines.append(f"where {precision.name}: {agreement(ladder, base)}")
-    distance, others = ladder.distance(base), ladder.other_texts(base)
-    least, named = distance, None
+    distance = ladder.distance(base)
+    others = ladder.other_texts(base)
+    least = distance
+    named = None
     with Progress("trying what the engine may have read", announced=True):
         for cause in ladder.causes() if distance else ():
             try:
@@ -531,7 +547,8 @@ def find_cause(ladder: Ladder, own: Run, theirs: float, plain: str | None, preci
             except UserError:  # the head cannot be such a one
                 continue
             if ladder.distance(run) < min(least, REPRODUCED * distance):
-                least, named = ladder.distance(run), (cause, run)
+                least = ladder.distance(run)
+                named = (cause, run)
             if least == 0:
                 break
     if named is not None:
@@ -582,7 +599,8 @@ def parting(ladder: Ladder, own: Run) -> str:
     for n, (text, count, answer) in enumerate(zip(own.texts, own.counts, ladder.answers, strict=True), start=1):
         if not same_text(text, answer):
             place = first_difference(text, answer.tokens) or 0
-            here, there = text[place : place + 1], answer.tokens[place : place + 1]
+            here = text[place : place + 1]
+            there = answer.tokens[place : place + 1]
             return f"they first part in prompt {n}, at token {place}: {here} here, {there} there"
         if count_distance(count, answer):
             return f"they first part in prompt {n}, of equal text: {counts_of(count)} here, {counts_of(answer)} there"

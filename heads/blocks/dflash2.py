@@ -63,7 +63,8 @@ class DFlash2Config(DFlashConfig, DFlash2Settings):
 
     @property
     def llamacpp_limit(self) -> str | None:
-        k, D = self.selector_top_k, self.hidden_size
+        k = self.selector_top_k
+        D = self.hidden_size
         return (
             None if k * (k + 1) <= D else f"takes a selector_top_k of {k} only from a width of {k * (k + 1)}, not {D}"
         )

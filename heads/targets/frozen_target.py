@@ -56,7 +56,11 @@ class LanguageModel:
 
     def __init__(self, base: nn.Module, head: Any, lm_head: Callable[[Tensor], Tensor], config: Any, name: str) -> None:
         """`base`: the decoder without its output head `head`. `lm_head`: as in `SharedLayers`."""
-        self.base, self.head, self.lm_head, self.config, self.name = base, head, lm_head, config, name
+        self.base = base
+        self.head = head
+        self.lm_head = lm_head
+        self.config = config
+        self.name = name
         self.num_layers = len(base.layers) if isinstance(base, EncoderDecoder) else int(config.num_hidden_layers)
         decoder: Any = base.decoder if isinstance(base, EncoderDecoder) else base
         self.layers = find_layers(decoder, self.num_layers, name)
@@ -182,7 +186,8 @@ class FrozenTarget(LanguageModel):
         self.template = dict(opening.template)
         config = model.config.get_text_config()
         check_layers(model, config, name)
-        base, head = find_base(model, name), find_head(model)
+        base = find_base(model, name)
+        head = find_head(model)
         check_window(base, config, name)
         if head is None:
             raise UserError(f"{name}: expected a causal language model, {type(model).__name__} has no output head")
@@ -315,7 +320,8 @@ class FrozenTarget(LanguageModel):
         document must get the same logits from the model alone as when packed after another one (unless the target is
         recurrent). Encoders, ignored masks and unknown scalings of the logits fail this check."""
         slot = torch.arange(12, device=self.device)[None]
-        ids, document = self.sample(12, starts=(3, 8)), (slot >= 5).long()
+        ids = self.sample(12, starts=(3, 8))
+        document = (slot >= 5).long()
         packed = (ids, slot - 5 * document, document)
         if self.is_recurrent:
             packed = (ids[:, 5:], slot[:, :7], document[:, 5:])

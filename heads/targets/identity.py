@@ -66,7 +66,8 @@ def forward_settings(config: Any) -> dict[str, Any]:
 def plain(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a config as JSON has them, without those that other settings overrule."""
     settings: dict[str, Any] = json.loads(json.dumps(config, default=str), parse_float=number)
-    kinds, rotation = settings.get("layer_types"), settings.get("rope_parameters") or {}
+    kinds = settings.get("layer_types")
+    rotation = settings.get("rope_parameters") or {}
     if kinds and not any("sliding" in kind for kind in kinds):
         settings.pop("sliding_window", None)
     parts = {name: part for name, part in rotation.items() if isinstance(part, dict)} or {"": rotation}

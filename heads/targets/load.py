@@ -228,7 +228,8 @@ def break_tie(model: PreTrainedModel, whole: Any, path: str) -> bool:
     of which transformers loads. Return True, and say so, if config.json ties them. `whole`: the config of the whole
     checkpoint."""
     untyped: Any = model
-    embed, head = untyped.get_input_embeddings(), find_head(model)
+    embed = untyped.get_input_embeddings()
+    head = find_head(model)
     if head is None or embed.weight is head.weight:
         return False
     repo, revision = repo_and_revision(path)
@@ -288,7 +289,8 @@ def load_tokenizer(
     try:
         if adapter is not None and has_file(adapter, TOKENIZER_CONFIG):
             warn_once(f"{adapter}: brings a tokenizer and its chat template, which replace those of {path}")
-            path, how = adapter, {}
+            path = adapter
+            how = {}
         if fix_mistral_regex is not None:
             how["fix_mistral_regex"] = fix_mistral_regex
         repo, revision = repo_and_revision(path)
@@ -368,7 +370,8 @@ def load_end_ids(
         if file is not None or not isinstance(error, OSError) or not (error.__cause__ is None or offline):
             remedy = "fetch it again, or set HF_HUB_OFFLINE=1 to read what is cached"
             raise _fault(path, "no generation_config.json that can be read", error, remedy) from error
-    from_tokenizer, generated = eos_ids(tokenizer), eos_ids(generation)
+    from_tokenizer = eos_ids(tokenizer)
+    generated = eos_ids(generation)
     described = eos_ids(config, config.get_text_config())
     ends = tuple(dict.fromkeys((*(generated or described), *from_tokenizer)))
 

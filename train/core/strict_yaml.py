@@ -183,7 +183,8 @@ def _drop_null(tree: Any, key: Key) -> bool:
 def _describe(source: Source, model: type[BaseModel], key: Key, errors: list[dict[str, Any]]) -> str:
     """Return the line of a key's errors, of which there are several if its value fits no type of a union."""
     error = errors[0]
-    value, context = error["input"], error.get("ctx", {})
+    value = error["input"]
+    context = error.get("ctx", {})
     choices = re.split(", | or ", str(context.get("expected_tags", context.get("expected", ""))).replace("'", ""))
     match error["type"]:
         case "extra_forbidden":

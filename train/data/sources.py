@@ -50,7 +50,8 @@ class Texts(ABC):
             if form_of(record[1]):
                 yield _recorded_text(rendering, record, str(self))
                 continue
-            fields, (*before, last) = record[1], next(documents)
+            fields = record[1]
+            *before, last = next(documents)
             unread = (key for key, value in fields.items() if key != "text" and value and isinstance(value, str))
             yield [*before, replace(last, form="text", unread="\n".join(unread))]
 
@@ -63,7 +64,8 @@ class Texts(ABC):
     ) -> Iterator[Dialogue | RecordError]:
         """Yield `count` single prompts of `max_tokens` / 4 to `max_tokens` tokens, cut from texts, or one of each text.
         A prompt begins at the start of a text, or at a line start after a random point in its first three quarters."""
-        tokenizer, random = rendering.tokenizer, np.random.default_rng((seed, 3))
+        tokenizer = rendering.tokenizer
+        random = np.random.default_rng((seed, 3))
         for place, text in islice(self._texts_to_cut(rendering, count), count):
             if rendering.has_rendered(text):
                 dialogue = RenderedDialogue(rendering, read_rendered(rendering, text), max_tokens)
@@ -213,7 +215,8 @@ class ChatSource(RecordSource):
     def documents(self, rendering: ChatTemplate, records: Sequence[Record]) -> Iterator[list[Document]]:
         """Yield the documents of each conversation, rendered by the chat template. One without an answer is a document
         without tokens, with the reason."""
-        template, last_only = self.template(rendering), self.answers == "last"
+        template = self.template(rendering)
+        last_only = self.answers == "last"
         texts: list[list[Rendered]] = []
         read: list[dict[str, Any] | list[Document] | RecordError] = []
         for record in records:

@@ -102,7 +102,8 @@ class Shard:
             self.about: dict[str, Any] = json.loads(self.file.metadata()["about"])
             self.total = int(self.file.metadata()["total"])
             """Number of shards in the folder, of which this is one."""
-            keys, ends = self.file.get_tensor("keys"), self.file.get_tensor("ends").tolist()
+            keys = self.file.get_tensor("keys")
+            ends = self.file.get_tensor("ends").tolist()
         except (OSError, SafetensorError, TypeError, LookupError, ValueError) as error:
             raise UserError(f"{path}: is damaged ({first_line(error)}); delete it and run {COMMAND}") from error
         self.rows: dict[bytes, tuple[int, int]] = {
@@ -129,7 +130,9 @@ class CachedFeatures(FeatureSource):
     def __init__(self, target: FrozenTarget, settings: CacheFeatures, precision: str, **own: Any) -> None:
         """`precision`: the precision of this run's matrix products, in Accelerate's terms."""
         super().__init__(target, **own)
-        self.folder, self.dtype, self.precision = Path(settings.folder), settings.dtype, precision
+        self.folder = Path(settings.folder)
+        self.dtype = settings.dtype
+        self.precision = precision
         shards = open_shards(self.folder)
         if not shards or len(shards) < shards[0].total:
             raise UserError(f"features.folder {self.folder}: is not filled; run {COMMAND} first")
@@ -149,7 +152,8 @@ class CachedFeatures(FeatureSource):
     def fetch(self, tokens: Tensor, positions: Tensor, documents: Tensor, aux_layer_ids: Sequence[int]) -> Features:
         """Return features of packed rows, (B, T) each, on the target's device. They are zero in the padding."""
         check_holds(self.folder, self.about, {"aux_layer_ids": list(aux_layer_ids)})
-        target, streams = self.target, [*map(self.about["aux_layer_ids"].index, aux_layer_ids), -1]
+        target = self.target
+        streams = [*map(self.about["aux_layer_ids"].index, aux_layer_ids), -1]
         dtype = target.dtype if self.dtype == "fp8" else DTYPES[self.dtype]
         out = torch.zeros(*tokens.shape, len(streams), target.hidden_size, dtype=dtype)
         for row, parts in enumerate(zip(tokens.cpu(), positions.cpu(), documents.cpu(), strict=True)):
@@ -172,7 +176,9 @@ def fill_folder(
 ) -> None:
     """Write the features of all rows of `mixture`; each process computes its share of the shards. Shards that an
     interrupted run has written are kept. UserError, before anything is computed, if the disk has too little space."""
-    folder, target, dtype = Path(settings.folder), source.target, settings.dtype
+    folder = Path(settings.folder)
+    target = source.target
+    dtype = settings.dtype
     about = describe(target, aux_layer_ids, dtype, accelerator.mixed_precision, mixture)
     streams = len(aux_layer_ids) + 1
     token_bytes = streams * (target.hidden_size * DTYPES[dtype].itemsize + (4 if dtype == "fp8" else 0))

@@ -328,7 +328,8 @@ def _useless(recipe: Recipe) -> dict[Key, str]:
 
 def _contradictions(recipe: Recipe) -> Iterator[tuple[Key, str]]:
     """Yield the settings that contradict other settings, each with its error."""
-    train, data = recipe.train, recipe.data
+    train = recipe.train
+    data = recipe.data
     if train.max_steps is not None and train.epochs is not None:
         yield ("train", "epochs"), "train.max_steps is given, too; leave one of them out"
     if train.max_steps is None and train.epochs is None:

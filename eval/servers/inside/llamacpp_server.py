@@ -15,16 +15,20 @@ def main(job_file: str) -> None:
     job = json.loads(Path(job_file).read_text())
     params = xllamacpp.CommonParams()
     params.model.path = job["target"]
-    params.n_ctx, params.n_parallel, params.endpoint_metrics = job["context"], 1, True
+    params.n_ctx = job["context"]
+    params.n_parallel = 1
+    params.endpoint_metrics = True
     cache = getattr(xllamacpp.ggml_type, f"GGML_TYPE_{job['cache'].upper()}")
     params.cache_type_k = params.cache_type_v = cache
     if job["cache"] == "f32":  # its kernel computes in 16 bits
         params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
-    draft, sets = params.speculative.draft, [params.cpuparams, params.cpuparams_batch]
+    draft = params.speculative.draft
+    sets = [params.cpuparams, params.cpuparams_batch]
     if job["head"] is not None:
         name = f"COMMON_SPECULATIVE_TYPE_DRAFT_{job['method'].upper()}"
         params.speculative.types = [getattr(xllamacpp.common_speculative_type, name)]
-        draft.mparams.path, draft.n_max = job["head"], job["depth"]
+        draft.mparams.path = job["head"]
+        draft.n_max = job["depth"]
         draft.cache_type_k = draft.cache_type_v = cache
         sets += [draft.cpuparams, draft.cpuparams_batch]
     for threads in sets:

@@ -31,7 +31,8 @@ def main(job_file: str, result_file: str) -> None:
                 prompt, target, draft, num_draft_tokens=job["depth"], max_tokens=job["new_tokens"]
             )
             steps = ((token, by_draft) for token, _, by_draft in drafted)
-        tokens, accepted = [], 0
+        tokens = []
+        accepted = 0
         for token, by_draft in steps:
             tokens.append(int(token))
             accepted += bool(by_draft)

@@ -16,14 +16,16 @@ import openvino_genai
 def main(job_file: str, result_file: str) -> None:
     job = json.loads(Path(job_file).read_text())
     scheduler = openvino_genai.SchedulerConfig()
-    scheduler.cache_size, scheduler.enable_prefix_caching = 1, False
+    scheduler.cache_size = 1
+    scheduler.enable_prefix_caching = False
     settings = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32", "INFERENCE_NUM_THREADS": job["threads"]}
     draft = {}
     if job["head"] is not None:
         draft["draft_model"] = openvino_genai.draft_model(job["head"], "CPU", **settings)
     pipeline = openvino_genai.LLMPipeline(job["target"], "CPU", scheduler_config=scheduler, **settings, **draft)
     config = openvino_genai.GenerationConfig()
-    config.max_new_tokens, config.do_sample = job["new_tokens"], False
+    config.max_new_tokens = job["new_tokens"]
+    config.do_sample = False
     config.stop_token_ids = set(job["ends"])
     if job["head"] is not None:
         config.num_assistant_tokens = job["depth"]
