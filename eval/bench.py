@@ -49,10 +49,15 @@ DEFAULTS = BenchSettings()
 TREES_OF_SEVERAL = ("chain:5", "chain:3", HEAD_TREE)
 """Default trees for several heads. They include one for heads with a depth below 5."""
 COMPARISONS = Path("runs/compare")
+FIRST = (
+    *("target", "prompts", "num_prompts", "trees", "temperatures", "rule", "batch_sizes"),
+    *("timing", "server", "out"),
+)
+"""Options that --help explains."""
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = Parser("Measure draft heads: tau and speed, and compare every token with plain decoding.")
+    parser = Parser("Measure draft heads: tau and speed, and compare every token with plain decoding.", first=FIRST)
     add_head_options(parser, several=True)
     parser.add_argument("--head", type=place, metavar="HEAD", help="the head, as wandb's sweep agent passes it")
     add_measure_options(parser)
@@ -99,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from rich.console import Console
 
     from eval.measure.bench_heads import bench_heads, head_names
-    from eval.measure.machine import contention
+    from eval.measure.machine import settle_threads
     from eval.measure.open_models import fitting_head, open_target_of
     from eval.pages.card import check_card
     from eval.pages.run_report import save_and_print
@@ -121,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with own_folder(parent, settings, options) as out, tracked(options, out) as log:
         target, tokenizer = open_target_of((ours or trained or paths)[0], options)
         heads = {path: fitting_head(path, target) for path in paths}
-        print_line(contention(target.device))
+        print_line(settle_threads(target.device))
         results = bench_heads(target, heads, tokenizer, settings, with_roofline=options.roofline)
         save_and_print(results, out, Console())
         log(results)

@@ -114,7 +114,7 @@ class Conversation:
         figures = f"{len(output.tokens)} tokens, tau {length}, {speed:,.1f} tokens/s"
         if not self.has_compared and output.decoded > 1 and not is_asked_to_stop():
             self.has_compared = True
-            figures += f" (plain decoding {self.decode_plainly(ids, sampling):,.1f})"
+            figures += f" ({self.compare(output, engine.timings.round_seconds, ids, sampling)})"
         if self.console.is_terminal:
             self.console.print(figures, style=QUIET, highlight=False)
         else:
@@ -148,6 +148,20 @@ class Conversation:
             add(token, drafted)
         self.show(f"{detokenizer.flush()}\n")
         return output
+
+    def compare(self, output: "Output", rounds: Sequence[float], ids: Sequence[int], sampling: Sampling) -> str:
+        """Return the speed of plain decoding, or why it is not compared: as in the bench, if something else used the
+        machine."""
+        from eval.measure.machine import busy_cores
+        from eval.records.metrics import tau
+        from eval.records.speedup_checks import is_believable, is_steady
+
+        if busy_cores(self.target.device) is not None:
+            return "plain decoding is not compared: something else uses this machine"
+        plain = self.decode_plainly(ids, sampling)
+        if is_steady(rounds) and is_believable(output.decoded / sum(rounds) / plain, tau([output])):
+            return f"plain decoding {plain:,.1f}"
+        return "plain decoding is not compared: the times of steps were uneven"
 
     def decode_plainly(self, ids: Sequence[int], sampling: Sampling) -> float:
         from eval.runtime.engine import Engine, EngineOptions, Request

@@ -7,12 +7,14 @@ interrupted sweep to resume it. Other methods than grid need `wandb sweep FILE` 
 """
 
 import hashlib
+import io
 import itertools
 import math
 import os
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,9 +22,9 @@ import yaml
 from pydantic import BaseModel, Field, ValidationError
 
 from eval import bench
-from eval.core.command_line import Parser, add_wandb_option, exit_status, typed
+from eval.core.command_line import Parser, add_wandb_option, exit_status, print_line, typed
 from eval.data.prompts import split_prompts
-from eval.pages.texts import exact_cell
+from eval.pages import texts
 from eval.records.measure_settings import to_settings
 from eval.records.result_folders import RESULTS, plain_name
 from eval.records.results import named_figures, read_results
@@ -30,6 +32,9 @@ from heads.core.contract import split_draft
 from heads.core.errors import UserError
 from heads.core.files import is_file, read_given, write_json
 from heads.core.strict_settings import Count
+
+COLUMNS = ("speedup", "tau", "tokens_per_second", "identical")
+"""Columns of the table, beside the metric."""
 
 
 class Metric(BaseModel):
@@ -62,6 +67,11 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
+    from rich.console import Console
+
+    from eval.pages.run_report import print_table
+    from eval.pages.tables import Table
+
     try:
         sweep = Sweep.model_validate(yaml.safe_load(read_given(options.sweep, "a sweep file")))
     except (yaml.YAMLError, ValidationError) as error:
@@ -78,13 +88,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ.update(WANDB_PROJECT=sweep.project, WANDB_NAME=text, WANDB_RUN_GROUP=sweep.name)
         folder = out / f"{plain_name(text)[:80]}-{identity(measurement)}"
         rows.append({"setting": setting, "text": text, **measure(setting, folder, options.wandb)})
+        cells = rows[-1]["cells"]
+        print_line("  " + ", ".join(f"{name} {cell}" for name, cell in cells.items()) if cells else "  failed")
         rows.sort(key=lambda row: math.inf if (n := row["figures"].get(sweep.metric.name)) is None else sign * n)
         write_json(out / "sweep.json", {"sweep": str(options.sweep), "metric": sweep.metric.model_dump(), "rows": rows})
-    names = dict.fromkeys([sweep.metric.name, "tau", "speedup", "tokens_per_second"])
-    print("".join(f"{name:>18}" for name in (*names, "identical")))
+    metric = sweep.metric.name
+    names = [*([] if metric in COLUMNS else [metric]), *COLUMNS]
     for row in rows:
-        cells = ["-" if value is None else f"{value:,.2f}" for value in map(row["figures"].get, names)]
-        print("".join(f"{cell:>18}" for cell in (*cells, row["identical"])) + f"  {row['text']}")
+        row["cells"].setdefault(metric, texts.number(row["figures"].get(metric)))
+    lines = [[row["text"], *(row["cells"].get(name, "failed") for name in names)] for row in rows]
+    print_table(Table("", [], ["", *names], lines), Console())
     return 1 if any(row["status"] == 1 for row in rows) else max(row["status"] for row in rows)
 
 
@@ -108,13 +121,17 @@ def measure(setting: dict[str, Any], folder: Path, wandb: str) -> dict[str, Any]
     status = 0
     if not (folder / RESULTS).is_file():
         arguments = [*bench_arguments(setting), f"--out={folder}", f"--wandb={wandb}"]
-        if (status := exit_status(lambda: bench.main(arguments))) == 130:
+        with redirect_stdout(io.StringIO()):  # its report is in the folder
+            status = exit_status(lambda: bench.main(arguments))
+        if status == 130:
             raise KeyboardInterrupt
-    row = {"folder": folder.name, "status": status or 1, "figures": {}, "identical": "failed"}
+    row = {"folder": folder.name, "status": status or 1, "figures": {}, "identical": "failed", "cells": {}}
     if (folder / RESULTS).is_file():
         results = read_results(folder / RESULTS)
-        row |= {"status": int(not results.is_exact), "identical": exact_cell(results.exact)}
-        row["figures"] = named_figures(results.headline)
+        m = results.headline
+        figures = (texts.speedup_cell(m), texts.tau_text(m), texts.speculative_text(m), texts.exact_cell(results.exact))
+        row |= {"status": int(not results.is_exact), "identical": figures[-1]}
+        row |= {"figures": named_figures(m), "cells": dict(zip(COLUMNS, figures, strict=True))}
     return row
 
 

@@ -17,7 +17,7 @@ from heads.methods.medusa import Medusa
 from heads.methods.method_settings import METHODS
 from heads.methods.mtp import Mtp
 from heads.methods.two_drafts import LookupFirst
-from heads.methods.untrained import EarlyExit, Lookup
+from heads.methods.untrained import EarlyExit, EngineLookup, Lookup
 from heads.targets.frozen_target import FrozenTarget
 
 
@@ -43,7 +43,7 @@ HEADS = {
 """Methods by kind, the name in recipes and in saved heads. A published head is read as the first kind that recognises
 it. Draft models come last, because the folders of other heads look like models, too."""
 
-UNTRAINED: dict[str, type[Any]] = {"lookup": Lookup, "early_exit": EarlyExit}
+UNTRAINED: dict[str, type[Any]] = {"lookup": Lookup, "ngram": EngineLookup, "early_exit": EarlyExit}
 """Class of each kind. It implements `heads.core.contract.Drafter`; its `for_target` takes a number and a target."""
 
 

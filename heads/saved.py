@@ -23,7 +23,7 @@ from transformers.utils.hub import cached_file
 from heads.core.errors import UserError, first_line, warn_once
 from heads.core.files import file_hash, is_full_disk, whole_folder
 from heads.foreign.published_files import DAMAGE
-from heads.formats.engine_folder import Schedule, Verdict, check_contents
+from heads.formats.engine_folder import Setting, Verdict, check_contents
 from heads.formats.quantized import dequantized
 from heads.registry import HEADS, UNTRAINED, kind_of
 from heads.targets.frozen_target import FrozenTarget
@@ -235,9 +235,7 @@ def trained_depth(record: dict[str, Any]) -> int | None:
     return depth if rows is None else rows - int(HEADS[record["kind"]].head.Config.spare_rows)
 
 
-def check_loaders(
-    path: str | Path, *, name: str = "HEAD", base: str = "TARGET", steps: int = 1, schedule: Schedule = ()
-) -> list[Verdict]:
+def check_loaders(path: str | Path, setting: Setting | None = None) -> list[Verdict]:
     """Return what engines and other readers make of a saved head, without loading it."""
     folder = find_head(path)
     record = read_config(folder)
@@ -251,10 +249,7 @@ def check_loaders(
         form,
         record["kind"],
         record["target"],
-        name=name,
-        base=base,
-        steps=steps,
-        schedule=schedule,
+        setting,
         trained=trained_depth(record),
     )
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from eval.core.command_line import Parser, add_target_options, exit_status, place, typed
+from eval.core.command_line import Parser, add_target_options, exit_status, place, print_line, typed
 from eval.data.prompts import prompts_hash
 from eval.records.measure_settings import add_prompt_options, to_settings
 from heads.core.files import check_file
@@ -36,7 +36,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    from eval.measure.machine import environment
+    from eval.measure.machine import environment, settle_threads
     from eval.measure.model_facts import target_facts
     from eval.measure.open_models import choose_prompts, open_target
     from eval.pages.texts import with_interval
@@ -48,6 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_file(options.out, "--out")
     target, tokenizer = open_target(options.target, options)
     prompts = choose_prompts(target, tokenizer, to_settings(options), 1)
+    print_line(settle_threads(target.device))
     longest = max(len(prompt.ids) for prompt in prompts)
     engine = Engine(target, None, EngineOptions(max_length=longest + options.max_new_tokens + 1))
     decoders: list[Callable[[Sequence[int], int], list[int]]] = [

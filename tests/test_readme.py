@@ -27,6 +27,7 @@ from eval.records.measure_settings import to_settings
 from eval.sweep import Sweep
 from heads.core.engines import ENGINES, VLLM
 from heads.foreign.published_blocks import SCALED
+from heads.formats.engine_folder import Setting
 from heads.formats.medusa import OLD_VLLM
 from heads.formats.target_classes import SGLANG_BLOCK_TARGETS, SGLANG_TARGETS, VLLM_TARGETS
 from heads.methods.method_settings import TITLES
@@ -293,7 +294,8 @@ def test_a_recipe_trains_another_model_on_other_data(
 def engine_words(kind: str, engine: str) -> list[str]:
     """Return the command that serves the head of the first page's recipe, as if it were of this kind."""
     command = HEADS[kind].format.readers.get(engine)
-    return shlex.split(command("Qwen/Qwen3-8B", "runs/eagle3-qwen3-8b/head", 5, {}, ())) if command else []
+    setting = Setting(target="Qwen/Qwen3-8B", head="runs/eagle3-qwen3-8b/head", steps=5)
+    return shlex.split(command(setting, {})) if command else []
 
 
 def test_the_words_for_engines_are_those_of_the_loader_contract() -> None:

@@ -48,14 +48,14 @@ def run_script(main: Callable[[Sequence[str]], int]) -> None:
 
 def attempt(name: str, arguments: Sequence[str]) -> int:
     def run() -> int:
-        words = ["--help"] if "--help" in arguments else arguments
-        if asks_usage(USAGE.format(name=name), words, keys=lambda: "\n\n".join([*ABOUT, keys_of(Recipe, KINDS[name])])):
+        usage, about = USAGE.format(name=name), "\n\n".join(ABOUT)
+        if asks_usage(usage, arguments, keys=lambda: keys_of(Recipe, KINDS[name]), about=about):
             return 0
         options = parse_arguments(arguments)
         if options.model or options.data:
             recipe = derived_recipe(options, name)
         elif not options.overrides:
-            raise UserError(f"{USAGE.format(name=name)}; --help lists the keys")
+            raise UserError(f"{usage}; --help all lists the keys")
         else:
             path, *overrides = options.overrides
             recipe = load_recipe(path, overrides)

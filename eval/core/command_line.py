@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, get_args, get_origin
 
@@ -28,6 +28,7 @@ AUTO = "auto"
 """Value of an option that lets the program choose: search for the fastest tree."""
 OFF = "off"
 """Value of --wandb, the default."""
+ASKING, ALL = {"-h", "--help"}, "all"
 UNREAD = 128 + signal.SIGPIPE
 """Exit status if the reader of the output has closed it: the one that shells report for other programs."""
 
@@ -35,9 +36,30 @@ UNREAD = 128 + signal.SIGPIPE
 class Parser(argparse.ArgumentParser):
     """Argument parser whose errors are UserErrors of one line without the usage."""
 
-    def __init__(self, description: str):
+    def __init__(self, description: str, *, first: Collection[str] = ()):
+        """`first`: the options that --help explains, if it is to be one screen; `--help all` explains all."""
         super().__init__(description=description)
         self.register("type", Path, lambda text: Path(place(text)))
+        self.first = first
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        words = sys.argv[1:] if args is None else list(args)
+        if self.first and ASKING.intersection(words):
+            print(self.format_help() if ALL in words else self.format_screen())
+            self.exit()
+        return super().parse_known_args(words, namespace)
+
+    def format_screen(self) -> str:
+        """Return the help of the `first` options, and the names of the others."""
+        formatter = self._get_formatter()
+        shown = [action for action in self._actions if not action.option_strings or action.dest in self.first]
+        others = [action.option_strings[-1] for action in self._actions if action not in shown]
+        formatter.add_text(self.description)
+        formatter.start_section("options")
+        formatter.add_arguments(shown)
+        formatter.end_section()
+        formatter.add_text(f"and {', '.join(others[1:])}: --help {ALL} explains them")
+        return formatter.format_help()
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message.removeprefix('argument ')}; see --help")
@@ -131,8 +153,8 @@ def add_target_options(parser: argparse.ArgumentParser) -> None:
 
 
 HEAD_HELP = (
-    "a run's folder, a head's folder or a Hub id; or lookup:NGRAM, early_exit:LAYERS, which need --target; or "
-    "lookup:M+HEAD: prompt lookup after a match of M tokens, else the head"
+    "a run's folder, a head's folder or a Hub id; or lookup:NGRAM, ngram:NGRAM, early_exit:LAYERS, which need "
+    "--target; or lookup:M+HEAD: prompt lookup after a match of M tokens, else the head"
 )
 
 
@@ -154,15 +176,16 @@ def add_wandb_option(parser: argparse.ArgumentParser, what: str) -> None:
     )
 
 
-def asks_usage(usage: str, arguments: Sequence[str], *, keys: Callable[[], str]) -> bool:
-    """Handle --help of a command that reads a recipe: print its usage and the recipe's keys, and return True. Return
-    False for other arguments, and raise UserError if there are none."""
+def asks_usage(usage: str, arguments: Sequence[str], *, keys: Callable[[], str], about: str = "") -> bool:
+    """Handle --help of a command that reads a recipe, and return True: print its usage and what it is `about`, or with
+    `--help all` also the recipe's keys. Return False for other arguments, and raise UserError if there are none."""
     if not arguments:
-        raise UserError(f"{usage}; --help lists the keys")
-    if arguments[0] in ("-h", "--help"):
-        print(f"{usage}\n\n{keys()}")
-        return True
-    return False
+        raise UserError(f"{usage}; --help all lists the keys")
+    if not ASKING.intersection(arguments):
+        return False
+    rest = keys() if ALL in arguments else f"--help {ALL} lists every key of the recipe, as recipes/KEYS.md does."
+    print("\n\n".join(filter(None, (usage, about, rest))))
+    return True
 
 
 def print_line(text: str | None) -> None:

@@ -289,6 +289,8 @@ def to_prompt(record: Record, suite: str, tokenizer: PreTrainedTokenizerBase | N
     """Return a record as a prompt: its first user turn, after its system message if it has one."""
     place, fields = record = with_lists(record)
     key = next((key for key in TEXT_KEYS if fields.get(key)), None)
+    if key is None and (empty := next((key for key in TEXT_KEYS if key in fields), None)) is not None:
+        raise UserError(f"{place}: {empty}: the prompt is empty; write some text, or remove the record")
     if key is None:
         keys = ", ".join(fields) or "an empty object"
         raise UserError(f"{place}: expected a prompt in one of {', '.join(TEXT_KEYS)}, got {keys}")

@@ -20,6 +20,7 @@ from eval.records.schema import Divergence, RecordedSettings, Results, Roofline,
 from eval.records.speedup_checks import headline_index
 from eval.runtime.engine import Engine, EngineOptions
 from eval.runtime.graph import is_out_of_memory
+from eval.runtime.sampling_params import ANY_TREE
 from heads.core.contract import HEAD_TREE, Drafter
 from heads.core.errors import UserError, first_line
 from heads.core.tree import TreeShape, parse_shape
@@ -99,10 +100,14 @@ def bench_heads(
             *dtype_options(target),
         ],
         heads=[
-            head_facts(head, path, name=name)
-            if several
-            else head_facts(head, path, measurements=measurements, chosen=best)
-            for name, (path, head) in zip(names, heads.items(), strict=True)
+            head_facts(
+                head,
+                path,
+                target,
+                name=names[n] if several else "",
+                measurements=[m.figures for m in so_far.measured if m.head == n],
+            )
+            for n, (path, head) in enumerate(heads.items())
         ],
         exact=exact,
         measurements=measurements,
@@ -147,7 +152,7 @@ def measure_point(
             across = find_differences(first, result.plain, tokenizer)
             unrepeatable += [difference for difference in across if not difference.near_tie]
         for n, search in enumerate(searches):
-            choose_draft(search, (m.figures for m in fresh if m.head == n))
+            choose_draft(search, [m.figures for m in fresh if m.head == n])
             so_far.searches.append((n, search.model_copy(update=point)))
         for m in fresh:
             m.figures = m.figures.model_copy(update=point)
@@ -164,7 +169,7 @@ def at_best_match(head: Drafter, search: Search) -> Drafter:
 
 def fitting_shapes(head: Drafter, path: str, target: FrozenTarget, settings: BenchSettings) -> list[TreeShape]:
     """Return the trees of the settings that this head, one of several, can draft. Raise UserError if there are none."""
-    has_tree = settings.rule == "match" and head.tree
+    has_tree = settings.rule in ANY_TREE and head.tree
     texts = tuple(tree for tree in settings.trees if tree != HEAD_TREE or has_tree)
     shapes = settings.model_copy(update={"trees": texts}).shapes(head, target)
     fitting = [shape for shape in shapes if can_draft(head, target, shape, settings.rule)]

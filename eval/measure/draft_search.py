@@ -6,7 +6,7 @@ setting, on all prompts, and the fastest of them is chosen. So the chosen settin
 nothing is concluded from a speedup that is not reliable.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from eval.core.command_line import AUTO
 from eval.data.prompts import Prompt, spread
@@ -14,7 +14,7 @@ from eval.measure.compare import Draft, check_decoded, compare
 from eval.records.measure_settings import BenchSettings
 from eval.records.metrics import rate_ratio, tau
 from eval.records.schema import Look, Measurement, Search
-from eval.records.speedup_checks import why_unreliable
+from eval.records.speedup_checks import best_index, why_unreliable
 from eval.runtime.sampling_params import check_rule
 from heads.core.contract import Drafter
 from heads.core.errors import UserError
@@ -68,15 +68,15 @@ def search_drafts(
     )
 
 
-def choose_draft(search: Search, measurements: Iterable[Measurement]) -> None:
-    """Choose the fastest of the drafts whose measured speedup is reliable, if there is one."""
+def choose_draft(search: Search, measurements: Sequence[Measurement]) -> None:
+    """Choose the best of the drafts whose measured speedup is reliable, if there is one."""
     for m in measurements:
         if m.speedup is not None and why_unreliable(m) is None:
             search.measured[m.tree] = m.speedup.measured
         elif m.speedup is not None:
             search.unreliable.append(m.tree)
-    if search.measured:
-        search.chosen = max(search.measured, key=lambda tree: search.measured[tree])
+    if (best := best_index(measurements)) is not None:
+        search.chosen = measurements[best].tree
         search.plain_is_faster = search.measured[search.chosen] < 1
 
 

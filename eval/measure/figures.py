@@ -210,9 +210,16 @@ def figures(
         undecoded=sum(len(output.tokens) == 1 for output in outputs),
         draft_bytes=sum(bytes_read(variant.engine)),
     )
-    if isinstance(head := variant.engine.head, LookupFirst):
+    head = variant.engine.head
+    if isinstance(head, LookupFirst):
         measurement.lookup = metrics.use_of_lookup(outputs)
         measurement.least_match = head.match
+    vocabulary = None if head is None else head.vocabulary
+    if vocabulary is not None and len(vocabulary) < variant.engine.target.vocab_size:
+        written = torch.tensor([token for output in outputs for token in output.tokens[1:]])  # the first is not drafted
+        measurement.undraftable = (
+            float((~torch.isin(written, vocabulary.cpu())).float().mean()) if len(written) else 0.0
+        )
     if comparison.breakdowns:
         add_speeds(measurement, comparison, variant, units, is_exact=identical == len(indices))
     return measurement

@@ -25,7 +25,7 @@ PACKAGES = (
     *("accelerate", "datasets", "safetensors", "numpy"),
 )
 ROOT = Path(__file__).resolve().parents[2]
-LOOK_SECONDS = 0.3
+LOOK_SECONDS, LOOKS = 0.3, 3
 
 
 def environment(target: FrozenTarget) -> dict[str, Any]:
@@ -81,26 +81,35 @@ def setup_line(target: FrozenTarget, training: str | None = None) -> str:
     return f"{facts['name']}{threads}: {decodes}{trains}"
 
 
-def contention(device: torch.device) -> str | None:
-    """Return advice if other processes use cores that this process's threads need, else None. Threads of OpenMP spin
-    while they wait, so two such processes slow each other many times over."""
-    threads = torch.get_num_threads()
-    cores = os.sched_getaffinity(0)
-    if device.type != "cpu" or threads == 1:
+def busy_cores(device: torch.device) -> float | None:
+    """Return how many cores other processes use, if they leave fewer than this process's threads need, else None: what
+    every clock asks before it starts. What ends within a second does not count."""
+    cores, needed = os.sched_getaffinity(0), torch.get_num_threads() - 0.5
+    for _ in range(LOOKS if device.type == "cpu" else 0):
+        started, cpu_started = time.perf_counter(), time.process_time()
+        shares = psutil.cpu_percent(LOOK_SECONDS, percpu=True)
+        own = (time.process_time() - cpu_started) / (time.perf_counter() - started)  # cores used by its own threads
+        used = sum(share / 100 for core, share in enumerate(shares) if core in cores) - own
+        if len(cores) - used >= needed:
+            return None
+    return used if device.type == "cpu" else None
+
+
+def settle_threads(device: torch.device) -> str | None:
+    """Go on with one thread if other processes use cores that more would need, unless the user has set OMP_NUM_THREADS.
+    Return a line about it, or None. Threads of OpenMP spin while they wait, so two such processes slow each other many
+    times over."""
+    threads, used = torch.get_num_threads(), busy_cores(device)
+    if used is None:
         return None
-    started = time.perf_counter()
-    cpu_started = time.process_time()
-    shares = psutil.cpu_percent(LOOK_SECONDS, percpu=True)
-    busy = (time.process_time() - cpu_started) / (
-        time.perf_counter() - started
-    )  # cores used by this process's own threads
-    used = sum(share / 100 for core, share in enumerate(shares) if core in cores) - busy
-    if len(cores) - used >= threads - 0.5:
-        return None
-    return (
-        f"other processes use {used:.1f} of the {len(cores)} cores on which {threads} threads are to run here, and "
-        "every step waits for the slowest: OMP_NUM_THREADS=1 before the command may make it many times faster"
-    )
+    line = f"other processes use {used:.1f} of the {len(os.sched_getaffinity(0))} cores"
+    if threads == 1:
+        return f"{line}: times measured now are of a busy machine"
+    line += f" on which {threads} threads were to run here, and every step would wait for the slowest"
+    if "OMP_NUM_THREADS" in os.environ:
+        return f"{line}: OMP_NUM_THREADS=1 before the command may make it many times faster"
+    torch.set_num_threads(1)
+    return f"{line}: it runs with 1 thread (OMP_NUM_THREADS={threads} before the command keeps {threads})"
 
 
 def versions() -> dict[str, str]:

@@ -1,9 +1,10 @@
 """Facts about the target and the head of a measurement, and the command that serves them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -11,17 +12,24 @@ from torch import nn
 from eval.records.draft_schedule import draft_schedule
 from eval.records.results import read_curve
 from eval.records.schema import HEAD, TARGET, Head, HeadConfig, Measurement, Origin, Point, Target
-from heads.core.contract import Drafter, split_draft
+from eval.records.speedup_checks import served_index, verdict_of
+from heads.core.contract import HEAD_TREE, Drafter, split_draft
 from heads.core.engines import ALL_ENGINES
 from heads.core.errors import UserError
 from heads.core.strict_settings import Settings
-from heads.formats.engine_folder import Verdict, behind_lookup, why_unserved
+from heads.core.tree import TreeShape, parse_shape
+from heads.formats.engine_folder import Setting, Verdict, behind_lookup, check_contents, look_up_in_vllm, why_unserved
 from heads.methods.two_drafts import LookupFirst
-from heads.registry import kind_of
-from heads.saved import check_loaders, find_head, read_config, trained_depth, weights_hash
+from heads.methods.untrained import EarlyExit, Lookup
+from heads.registry import HEADS, kind_of
+from heads.saved import check_loaders, find_head, read_config, target_record, trained_depth, weights_hash
 from heads.targets.frozen_target import FrozenTarget
 from heads.targets.quantization import weight_bytes
 
+LATEST = (
+    "vLLM copies what followed the first of the longest matches and drafts nothing without one; measured was what "
+    "followed the latest: ngram:{ngram} drafts as vLLM does"
+)
 STEPS = 5
 """Tokens drafted in a round by a head that was neither measured nor trained to a depth."""
 
@@ -40,30 +48,39 @@ def target_facts(target: FrozenTarget) -> Target:
         context_length=target.context_length,
         template=dict(target.template),
     )
+    if getattr(target.model.generation_config, "min_p", None):
+        facts.overrides = {"min_p": 0}
     if target.two_tables:
         facts.two_tables = True
     return facts
 
 
 def head_facts(
-    head: Drafter, path: str, *, name: str = "", measurements: Sequence[Measurement] = (), chosen: int = 0
+    head: Drafter,
+    path: str,
+    target: FrozenTarget | None = None,
+    *,
+    name: str = "",
+    measurements: Sequence[Measurement] = (),
 ) -> Head:
-    """Return the identity and the size of the head. Weights that it shares with the target do not count. `name`: of one
-    of several heads. `measurements`, `chosen`: as of `engine_verdicts`, for the command with which an engine serves
-    it."""
-    match, folder = split_draft(path)
+    """Return the identity and the size of the head. Weights that it shares with the target do not count. `target`: the
+    one that it drafted for, for the command with which an engine serves the best of its `measurements`. `name`: of one
+    of several heads."""
+    _, folder = split_draft(path)
     own = head.head if isinstance(head, LookupFirst) else head
     trained = None if own.is_borrowed else own
     config: Any = getattr(trained, "config", None)
     provenance: dict[str, Any] = {}
     curve: list[Point] = []
-    unserved = serve = None
+    engines: list[Verdict] = []
     with suppress(UserError):  # an untrained draft, or a head of others
         provenance = read_config(find_head(folder))["provenance"]
         curve = read_curve(find_head(folder).parent / "metrics.jsonl")
-        engines = engine_verdicts(folder, measurements, chosen, name=HEAD, base=TARGET, match=match)
-        unserved = why_unserved(engines)
-        serve = next((engine.shown for engine in engines if engine.reader in ALL_ENGINES and engine.serves), None)
+    with suppress(UserError):  # files that are gone
+        if target is not None:
+            engines = engines_for(path, measurements, target_facts(target), head=head, target=target)
+    unserved = why_unserved(engines) if provenance and engines else None
+    serve = next((engine.shown for engine in engines if engine.reader in ALL_ENGINES and engine.is_as_measured), None)
     tokens, step, steps = (provenance.get(key) for key in ("tokens", "step", "steps"))
     facts = Head(
         kind=kind_of(head),
@@ -82,6 +99,10 @@ def head_facts(
         unserved=unserved,
         serve=serve,
     )
+    if isinstance(head, EarlyExit):
+        facts.why_not = "no engine drafts with the target's own first layers"
+    elif serve is None and unserved is None and engines:
+        facts.why_not = "; ".join(f"{each.reader} {each.otherwise if each.serves else each.reason}" for each in engines)
     if name:
         facts.name = name
     return facts
@@ -93,29 +114,84 @@ def data_of(provenance: dict[str, Any]) -> dict[str, Any]:
     return data if isinstance(data, dict) else {"sources": data}
 
 
-def engine_verdicts(
+def engines_for(
     path: str | Path,
     measurements: Sequence[Measurement],
-    chosen: int,
+    facts: Target,
     *,
-    name: str,
-    base: str,
-    match: int | None = None,
+    head: Drafter | None = None,
+    target: FrozenTarget | None = None,
+    names: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Verdict]:
-    """Return the verdict of each engine's check of a head, with as many draft tokens as in the measurement `chosen`, or
-    by load as in all of them. If there are none, the number is that of the training. `match`: of a head behind a lookup
-    after a match of so many tokens, unless that measurement had another length."""
+    """Return the verdicts of engines on the best setting of one head, those that serve it first, or on its best chain
+    where an engine does not draft the tree that was better. `head`, `target`: as of `engine_verdicts`."""
+
+    def verdicts(chosen: Sequence[Measurement]) -> list[Verdict]:
+        return engine_verdicts(path, setting_of(chosen, facts, names), head, target)
+
+    found = verdicts(measurements)
+    chains = [m for m in measurements if m.tree.startswith("chain:")]
+    if chains and not measurements[served_index(measurements)].tree.startswith("chain:"):
+        best, chain = measurements[served_index(measurements)], chains[served_index(chains)]
+        note = f"as {chain.tree} was measured{speedup_of(chain)}; {best.tree} was faster{speedup_of(best)}"
+        if verdict_of(chain) != "does not pay":
+            others = [replace(other, notes=(*other.notes, note)) for other in verdicts(chains)]
+            pairs = zip(found, others, strict=True)
+            found = [one if one.is_as_measured or not one.serves else other for one, other in pairs]
+            found.sort(key=lambda verdict: note in verdict.notes)
+    return found
+
+
+def speedup_of(m: Measurement) -> str:
+    return f" ({m.speedup.measured:.2f}x)" if m.speedup is not None and verdict_of(m) is not None else ""
+
+
+def setting_of(measurements: Sequence[Measurement], target: Target, names: Mapping[str, str]) -> Setting:
+    """Return what a command serves: the best setting of one head, with the names of its target and its folder."""
+    given: dict[str, Any] = {"target": TARGET, "head": HEAD, **names}
+    if not measurements:
+        return Setting(**given)
+    best = measurements[served_index(measurements)]
+    schedule = [step[:3] for step in draft_schedule(measurements, best)]
+    carried = TreeShape(depth=best.depth, top_k=2, nodes=best.nodes, paths=(), text=HEAD_TREE)
+    return Setting(
+        **given,
+        steps=max((drafts for *_, drafts in schedule), default=best.depth),
+        tree=carried if best.tree == HEAD_TREE else parse_shape(best.tree),
+        schedule=schedule,
+        rule=next((m.rule for m in measurements if m.temperature > 0), None),
+        template=target.template,
+        overrides=target.overrides,
+        match=best.least_match,
+    )
+
+
+def engine_verdicts(
+    path: str | Path, setting: Setting, head: Drafter | None = None, target: FrozenTarget | None = None
+) -> list[Verdict]:
+    """Return the verdict of each engine on a head, by the check of its folder. `head`, `target`: of a draft that is not
+    in draftsmith's form. Without a measurement the draft tokens are those of the training."""
+    if isinstance(head, Lookup):
+        return [look_up_in_vllm(setting, head.ngram, [] if head.earliest else [LATEST.format(ngram=head.ngram)])]
+    if isinstance(head, EarlyExit):
+        return []
+    if isinstance(head, LookupFirst):
+        _, path = split_draft(str(path))
+        verdicts = engine_verdicts(path, replace(setting, match=None), head.head, target)
+        return [behind_lookup(verdict, setting.match or head.match, setting.steps) for verdict in verdicts]
+    if head is not None and head.origin is not None and target is not None:
+        kind, dtype = kind_of(head), str(target.dtype).removeprefix("torch.")
+        form, own, record = HEADS[kind].format, head.config, target_record(target)  # type: ignore[attr-defined]
+        config = form.engine_config(own, record, dtype) | {"draftsmith": {"config": own.model_dump()}}
+        shapes = {key: tuple(tensor.shape) for key, tensor in head.to_checkpoint().items()}  # type: ignore[attr-defined]
+        verdicts = check_contents(config, shapes, form, kind, record, setting)
+        misread = {engine: [line for line in head.origin.differs if line.startswith(engine)] for engine in ALL_ENGINES}
+        return [replace(verdict, errors=(*verdict.errors, *misread.get(verdict.reader, ()))) for verdict in verdicts]
     record = read_config(find_head(path))
-    schedule = [step[:3] for step in draft_schedule(measurements, measurements[chosen])] if measurements else []
-    depth = max((drafts for *_, drafts in schedule), default=measurements[chosen].depth if measurements else 0)
-    depth = depth or trained_depth(record) or STEPS
-    modules = record["config"].get("num_modules", 1)  # vLLM drafts with all of them, once or several times
-    steps = max(depth // modules, 1) * modules
-    verdicts = check_loaders(path, name=name, base=base, steps=steps, schedule=schedule)
-    if match is None:
-        return verdicts
-    match = (measurements[chosen].least_match if measurements else None) or match
-    return [behind_lookup(verdict, match, steps) for verdict in verdicts]
+    if setting.tree is None:
+        template = record["target"].get("template") or {}
+        setting = replace(setting, steps=trained_depth(record) or STEPS, template=template)
+    return check_loaders(path, setting)
 
 
 def num_parameters(module: nn.Module) -> int:

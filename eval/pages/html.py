@@ -3,6 +3,7 @@ texts needs a script, and nothing else does."""
 
 import base64
 import hashlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, groupby
 from pathlib import Path
@@ -24,11 +25,19 @@ from eval.pages.tables import (
     suites_table,
 )
 from eval.pages.training_charts import training_charts
-from eval.pages.verdicts import serve_label, training_warning, verdicts, verdicts_on, warnings
+from eval.pages.verdicts import (
+    command_of,
+    serve_label,
+    training_warning,
+    verdicts,
+    verdicts_on,
+    warnings,
+    why_no_command,
+)
 from eval.records.learning_curve import held_out_lines
 from eval.records.results import plain
 from eval.records.schema import Decoded, Results, Sample
-from eval.records.speedup_checks import why_unreliable
+from eval.records.speedup_checks import served_index, verdict_of, why_unreliable
 
 TEMPLATE = Path(__file__).with_name("report.html.j2")
 DARK = {
@@ -45,7 +54,19 @@ DARK = {
 }
 """The colours of charts on a dark page."""
 OPTIONAL = (
-    *("setting", "serve", "tiles", "audit", "is_exact", "divergences", "warnings", "replays", "is_served"),
+    *(
+        "setting",
+        "serve",
+        "serve_label",
+        "why_not",
+        "tiles",
+        "audit",
+        "is_exact",
+        "divergences",
+        "warnings",
+        "replays",
+        "is_served",
+    ),
     *("is_in_distribution", "diagnosis", "all_settings", "sources", "facts"),
 )
 """Names of the template that not every page has."""
@@ -63,6 +84,7 @@ def render_page(results: Results, charts: Sequence[Chart], serve: str | None, ot
         heading=texts.heading(results),
         setting=f"{texts.subtitle(results)}.",
         verdicts=verdicts(results),
+        why_not=None if serve else why_no_command(results),
         serve=serve,
         serve_label=serve_label(results),
         draft=texts.setting_text(results.headline),
@@ -111,9 +133,11 @@ def render_several(measurements: Sequence[Results]) -> str:
     heading = f"{texts.plural(len({row.method for row in rows}), 'draft')} on {', '.join(names)}"
     parts = [
         {
-            "verdicts": verdicts_of_rows(group) if len(models) > 1 else [],
+            "title": name,
+            "verdicts": [(line, tone(line)) for line in verdicts_of_rows(group)] if len(models) > 1 else [],
+            "serve": serve_row(group) if len(models) > 1 else None,
             "charts": training_charts({row.method: row.head.curve for row in group}),
-            "tables": [comparison_table(name, group, with_suites=True)],
+            "tables": [comparison_table(name if len(models) == 1 else "Heads", group, with_suites=True)],
         }
         for name, group in zip(names, models, strict=True)
     ]
@@ -128,6 +152,8 @@ def render_several(measurements: Sequence[Results]) -> str:
         heading=heading,
         setting="" if several else f"{texts.subtitle(measurements[0])}.",
         verdicts=verdicts_of_rows(models[0]) if len(models) == 1 else [heading],
+        serve=serve_row(models[0]) if len(models) == 1 else None,
+        serve_label="serve it",
         is_in_distribution=any(results.exact.kind for results in measurements),
         audit=audit,
         is_exact=all(results.is_exact for results in measurements),
@@ -146,7 +172,12 @@ def render_several(measurements: Sequence[Results]) -> str:
 def render(**values: Any) -> str:
     """Return the page with these values of the template's names; all others have none."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"svg": inline_svg, "sentence": texts.sentence, "number": texts.number, "sha256": sha256}
+    environment.filters |= {
+        "svg": inline_svg,
+        "sentence": texts.sentence,
+        "number": texts.number,
+        "sha256": sha256,
+    }
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
     return template.render({**dict.fromkeys(OPTIONAL, ()), "light": COLOURS, "dark": DARK, **values})
 
@@ -229,6 +260,27 @@ def verdicts_of_rows(rows: Sequence[Row]) -> list[str]:
         return lines
     named = [row.figures.model_copy(update={"head": row.method}) for row in exact]
     return [*verdicts_on(named, [row.head.model_copy(update={"name": row.method}) for row in exact]), *lines]
+
+
+def serve_row(rows: Sequence[Row]) -> str | None:
+    """Return the command of the best of some rows, if a draft pays and the row is the one that the command was made
+    for."""
+    rows = [row for row in rows if row.results.is_exact]
+    if not rows:
+        return None
+    best = rows[served_index([row.figures for row in rows])]
+    own = [m for m in best.results.measurements if m.head == best.head.name]
+    if verdict_of(best.figures) not in ("pays", "may pay") or own[served_index(own)] is not best.figures:
+        return None
+    return command_of(best.results, best.head)
+
+
+def tone(verdict: str) -> str:
+    """Return the class of a verdict's box: `good` if a draft pays, `warn` if it may or nothing is decided, else
+    `plain`."""
+    if re.search(r" pays(, in this runtime only)?: ", verdict):
+        return "good"
+    return "warn" if " may pay" in verdict or "not decided" in verdict else "plain"
 
 
 def why_incomparable(models: Sequence[Sequence[Row]]) -> Iterator[str]:

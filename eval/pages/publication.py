@@ -17,13 +17,13 @@ import yaml
 from pydantic_core import to_json
 
 from eval.data.prompts import HELD_OUT_SUITE, HUB_SUITES, split_prompts
-from eval.measure.model_facts import data_of, engine_verdicts
+from eval.measure.model_facts import data_of, engines_for
 from eval.pages.card import CARD, PLOTS, quoted, render_card
 from eval.pages.texts import LOCAL_MODEL, as_markdown
 from eval.records.acceptance_profile import ACCEPTANCE, acceptance_profile
 from eval.records.result_folders import RESULTS, folders_of, newest_results
 from eval.records.results import as_record, plain, read_log
-from eval.records.schema import Results
+from eval.records.schema import Results, Target
 from eval.servers.llamacpp import check_gguf, convert
 from heads.core.engines import ALL_ENGINES, LLAMACPP
 from heads.core.errors import UserError
@@ -83,8 +83,9 @@ def collect(
     base = base_model or (name if isinstance(name, str) and is_hub_id(name) and not is_folder else None)
     base = base or base_of_copy(str(name))
     target = base or Path(str(name or LOCAL_MODEL)).name
-    measured = (figures.measurements, figures.chosen) if figures else ((), 0)
-    verdicts = engine_verdicts(folder, *measured, name=repo_id, base=repo_and_revision(base or target)[0])
+    measured, facts = (figures.measurements, figures.target) if figures else ((), Target(name=target))
+    names = {"head": repo_id, "target": repo_and_revision(base or target)[0]}
+    verdicts = engines_for(folder, measured, facts, names=names)
     serve = read_recipe(folder.parent / RECIPE).get("head", {}).get("serve")
     if (doubt := why_unfit(verdicts, serve)) is not None and not unserved:
         raise UserError(f"{folder}: {doubt}; fix it, or publish it --unserved")

@@ -18,7 +18,7 @@ from eval.pages.tables import (
     settings_table,
 )
 from eval.pages.texts import NOT_RELIABLE
-from eval.pages.verdicts import search_line, serve_command, serve_label, verdicts, warnings
+from eval.pages.verdicts import search_line, serve_command, serve_label, verdicts, warnings, why_no_command
 from eval.records.learning_curve import held_out_lines, learning_line
 from eval.records.result_folders import BENCH, RESULTS, folders_of, results_in
 from eval.records.results import COMPARED, read_curve, read_log, write_results
@@ -49,12 +49,15 @@ def print_report(results: Results, console: Console) -> None:
         if (learning := learning_line(results.head.curve)) is not None:
             say(console, learning)
     print_audit(results, console)
-    command, _, notes = (serve_command(results) or "").partition("\n")
-    for note in notes.splitlines():
+    lines = (serve_command(results) or "").splitlines()
+    command = "\n".join(line for line in lines if not line.startswith("#"))
+    for note in (line for line in lines if line.startswith("#")):
         say(console, note.replace("#", "served:", 1), "dim")
     say(console, f"\n{'; '.join(verdicts(results))}", "bold")
     if command:
         say(console, f"{serve_label(results)}: {command}")
+    elif why := why_no_command(results):
+        say(console, why)
     if results.roofline:
         shown = roofline_table(results.roofline)
         print_table(shown, console)

@@ -49,7 +49,7 @@ def headline_table(results: Results) -> Table:
     main = len(rows)
     rows.append(["outputs as plain decoding's", texts.exact_cell(results.exact)])
     if m.baseline is not None and m.speedup is not None and why_unreliable(m) is None:
-        rows.append(["speedup predicted by costs", f"{texts.number(m.speedup.predicted)}x"])
+        rows.append(["speedup predicted by costs", texts.predicted_text(m)])
         rows.append(["ms of plain decoding a token", texts.number(m.baseline.ms_per_token)])
         rows.append(["ms a round", texts.number(m.speculative.ms_per_round)])
     rows.append(["mean of each prompt's tau", texts.number(m.tau.per_request)])
@@ -65,8 +65,6 @@ def headline_table(results: Results) -> Table:
 def settings_table(results: Results) -> Table:
     rows = []
     for m in results.measurements:
-        is_reliable = m.speedup is not None and why_unreliable(m) is None
-        predicted = texts.number(m.speedup.predicted) if m.speedup and is_reliable else MISSING
         rows.append(
             [
                 texts.setting_text(m),
@@ -76,7 +74,7 @@ def settings_table(results: Results) -> Table:
                 texts.number(m.baseline.tokens_per_second, 1) if m.baseline else MISSING,
                 texts.speculative_text(m),
                 texts.first_token_text(m) if results.server else MISSING,
-                MISSING if predicted == MISSING else f"{predicted}x",
+                texts.predicted_text(m),
                 texts.exact_cell(m.exact),
             ]
         )

@@ -8,7 +8,14 @@ from collections.abc import Sequence
 
 from eval.records.result_folders import short_name as short_name
 from eval.records.schema import Divergence, Exact, Measurement, Results
-from eval.records.speedup_checks import AUDIT_FAILED, NO_BASELINE, TOO_FEW_TOKENS, is_believable, why_unreliable
+from eval.records.speedup_checks import (
+    AUDIT_FAILED,
+    NO_BASELINE,
+    TOO_FEW_TOKENS,
+    contradicts,
+    is_believable,
+    why_unreliable,
+)
 from eval.runtime.sampling_params import PENALTIES, Sampling
 
 MISSING = "–"  # noqa: RUF001
@@ -113,6 +120,14 @@ def robust_text(m: Measurement) -> str | None:
 
 def speedup_cell(m: Measurement) -> str:
     return "; ".join(filter(None, (speedup_text(m), robust_text(m))))
+
+
+def predicted_text(m: Measurement) -> str:
+    """Return the predicted speedup, or nothing if it may not be printed or contradicts the measured one."""
+    if m.speedup is None or why_unreliable(m) is not None or contradicts(m):
+        return MISSING
+    predicted = number(m.speedup.predicted)
+    return predicted if predicted == MISSING else f"{predicted}x"
 
 
 def speculative_text(m: Measurement) -> str:

@@ -1,8 +1,10 @@
 """What a measurement says: whether a draft pays, and warnings about its figures."""
 
+import json
 import math
 import os
-from collections.abc import Collection, Iterator, Sequence
+import shlex
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from eval.pages.texts import (
     draft_name,
@@ -29,17 +31,22 @@ from eval.records.schema import (
 from eval.records.speedup_checks import (
     MACHINE_BUSY,
     TOO_FEW_TOKENS,
+    best_index,
+    contradicts,
     headline_index,
     is_uneven,
     most_uneven,
-    surely_pays,
+    served_index,
+    verdict_of,
     why_unreliable,
 )
 from heads.core.contract import split_draft
-from heads.targets.hub import absolute
+from heads.targets.hub import absolute, is_hub_id, repo_and_revision
 
 SAME_BUDGET = 0.05
 """Relative difference of training tokens up to which budgets are the same: rows are padded differently."""
+NOTABLE = 0.02
+"""Share of tokens outside of a draft vocabulary from which it is said."""
 FEW_PROMPTS = 8
 """Number of prompts below which percentile bootstraps are markedly too narrow."""
 
@@ -60,17 +67,62 @@ def serve_label(results: Results) -> str:
 
 
 def serve_command(results: Results) -> str | None:
-    """Return the command with which an engine serves the head, from any folder of this machine. None if no engine
-    serves it, its files are not here, no draft pays, or an audit failed."""
-    head = results.head
+    """Return the command with which an engine serves the draft that the verdict names, from any folder of this machine.
+    None if no engine serves it, its files are not here, no draft pays, or an audit failed."""
     is_known = results.server is not None or not all(map(why_unreliable, results.measurements))
-    _, path = split_draft(head.path)
-    if not head.serve or not results.is_exact or (is_known and not pays(results)) or not os.path.isdir(path):
+    if is_known and not pays(results):
         return None
-    folder = os.path.abspath(path)
-    if os.path.isdir(inner := os.path.join(folder, "head")):  # of a run
-        folder = inner
-    return head.serve.replace(HEAD, folder).replace(TARGET, absolute(results.target.name))
+    return command_of(results, served_head(results))
+
+
+def command_of(results: Results, head: Head) -> str | None:
+    """Return the command that serves a head as it was best, or None if there is none or its files are not here."""
+    if not head.serve or not results.is_exact:
+        return None
+    _, path = split_draft(head.path)
+    name = os.path.abspath(path)
+    if os.path.isdir(inner := os.path.join(name, "head")):  # of a run
+        name = inner
+    if not os.path.isdir(name):
+        name = path
+        if HEAD in head.serve and not is_hub_id(name):
+            return None
+    return typed(head.serve, {HEAD: name, TARGET: absolute(results.target.name)})
+
+
+def why_no_command(results: Results) -> str | None:
+    """Return why there is no command for a draft that pays, or None."""
+    why = served_head(results).why_not
+    return f"no engine serves it as measured: {why}" if why and results.is_exact and pays(results) else None
+
+
+def served_head(results: Results) -> Head:
+    return results.head_of(results.measurements[served_index(results.measurements)])
+
+
+def typed(serve: str, names: Mapping[str, str]) -> str:
+    """Return recorded commands, one a line, with their notes, and with names in the place of the words HEAD and TARGET.
+    Names may hold any character; of a Hub id with a revision, the revision is an option."""
+    lines = serve.split("\n")
+    return "\n".join(line if line.startswith("#") else typed_line(line, names) for line in lines)
+
+
+def typed_line(command: str, names: Mapping[str, str]) -> str:
+    words = list[str]()
+    for word in shlex.split(command):
+        first, slash, rest = word.partition("/")
+        if word in names:
+            repo, revision = repo_and_revision(names[word])
+            option = "--speculative-draft-model-revision" if word == HEAD else "--revision"
+            words += [repo, option, revision] if revision else [repo]
+        elif first in names:
+            words.append(f"{names[first]}{slash}{rest}")
+        elif word.startswith("{") and (draft := json.loads(word)).get("model") in names:
+            repo, revision = repo_and_revision(names[draft["model"]])
+            words.append(json.dumps({**draft, "model": repo, **({"revision": revision} if revision else {})}))
+        else:
+            words.append(word)
+    return shlex.join(words)
 
 
 def fastest(measurements: Sequence[Measurement]) -> list[Measurement]:
@@ -100,8 +152,9 @@ def verdicts(results: Results) -> list[str]:
 
 
 def verdicts_on(measurements: Sequence[Measurement], heads: Sequence[Head]) -> list[str]:
-    """Return whether a draft pays, a line for each temperature, as in `chain:5 pays: 1.36x [1.24, 1.49] greedy`."""
-    unserved = [head.name for head in heads if head.unserved]
+    """Return whether a draft pays, a line for each temperature, as in `chain:5 pays: 1.36x [1.24, 1.49] on 16 prompts,
+    greedy`."""
+    unserved = [head.name for head in heads if head.unserved or head.why_not]
     lines = [verdict_at(group, unserved) for group in by_temperature(measurements)]
     if all(map(why_unreliable, measurements)):
         lines.insert(0, f"speedup {speedup_text(measurements[0])}")
@@ -109,31 +162,42 @@ def verdicts_on(measurements: Sequence[Measurement], heads: Sequence[Head]) -> l
 
 
 def verdict_at(measurements: Sequence[Measurement], unserved: Collection[str]) -> str:
-    """Return the verdict on the settings of one temperature: where a draft gains most, and at which batch sizes and
-    contexts none pays. `unserved`: names of heads that no engine serves."""
-    temperature = measurements[0].temperature
-    ranked = [m for m in measurements if not math.isnan(reliable_speedup(m))]
-    ranked.sort(key=reliable_speedup, reverse=True)
-    if not ranked:
+    """Return the verdict on the settings of one temperature: the best draft, and at which batch sizes and contexts none
+    pays, or it is not decided whether one does. `unserved`: names of heads that no engine serves."""
+    at = sampling_text(measurements[0].temperature)
+    reliable = [m for m in measurements if verdict_of(m) is not None]
+    if not reliable:
         longest = max(measurements, key=lambda m: m.tau.mean)
-        return f"tau {tau_text(longest)} with {draft_name(longest)}, {sampling_text(temperature)}"
-    at = f"at {sampling_text(temperature)}" if temperature else "at greedy decoding"
-    best: dict[str, Measurement] = {}
-    for m in ranked:
-        best.setdefault(point_of(m), m)
+        return f"tau {tau_text(longest)} with {draft_name(longest)}, {at}"
     parts = []
-    if reliable_speedup(first := ranked[0]) > 1:
+    first = reliable[best_index(reliable) or 0]
+    if (verdict := verdict_of(first)) in ("pays", "may pay"):
         only_here = ", in this runtime only" if first.head in unserved else ""
-        parts.append(
-            f"{f'{first.head} {first.tree}'.strip()} {'pays' if surely_pays(first) else 'may pay'}{only_here}: "
-            f"{speedup_text(first)} {at if temperature else 'greedy'}{point_of(first)}"
-        )
-    if failing := [m for m in best.values() if reliable_speedup(m) <= 1]:
-        of = "" if len(ranked) == len(measurements) else f" of the {len(ranked)} measured"
-        points = " and ".join(point_of(m).removeprefix(", ") for m in failing)
-        where, best_of = f", {points}" if points else "", "best: " if len(failing) > 1 else ""
-        parts.append(f"no draft{of} pays {at}{where} ({best_of}{draft_name(failing[0])}: {speedup_text(failing[0])})")
+        name = f"{first.head} {first.tree}".strip()
+        parts.append(f"{name} {verdict}{only_here}: {speedup_on(first)}, {at}{point_of(first)}")
+    points: dict[str, list[Measurement]] = {}
+    for m in reliable:
+        points.setdefault(point_of(m), []).append(m)
+    undecided, failing = list[Measurement](), list[Measurement]()
+    for group in points.values():
+        group.sort(key=reliable_speedup, reverse=True)
+        said = [verdict_of(m) for m in group]
+        if not {"pays", "may pay"}.intersection(said):
+            open_one = said.index("not decided") if "not decided" in said else None
+            (failing if open_one is None else undecided).append(group[open_one or 0])
+    of = "" if len(reliable) == len(measurements) else f" of the {len(reliable)} measured"
+    for words, group in ((f"whether a draft{of} pays is not decided", undecided), (f"no draft{of} pays", failing)):
+        if group:
+            best = max(group, key=reliable_speedup)
+            where = " and ".join(point_of(m).removeprefix(", ") for m in group)
+            best_of = "best: " if len(group) > 1 else ""
+            where = f"{at}, {where}" if where else at
+            parts.append(f"{words}, {where} ({best_of}{draft_name(best)}: {speedup_on(best)})")
     return "; ".join(parts)
+
+
+def speedup_on(m: Measurement) -> str:
+    return f"{speedup_text(m)} on {plural(m.exact.prompts - m.undecoded, 'prompt')}"
 
 
 def load_lines(results: Results) -> list[str]:
@@ -141,10 +205,10 @@ def load_lines(results: Results) -> list[str]:
     greedy: 5 up to 4 requests (1.30x [1.20, 1.40] at 4), none above`. Empty for a single batch size."""
     steps, parts = draft_schedule(results.measurements, results.headline), list[str]()
     if not steps:
-        temperature = results.headline.temperature
-        several = len({m.batch_size for m in results.measurements if m.temperature == temperature}) > 1
-        needs = "a chain that surely pays, and reliable speedups with intervals at two batch sizes"
-        return [f"draft tokens by load: no schedule, which needs {needs}"] if several else []
+        here = [m for m in results.measurements if m.temperature == results.headline.temperature]
+        needs = "a chain that pays, and reliable speedups with intervals at two batch sizes"
+        may_pay = len({m.batch_size for m in here}) > 1 and any(reliable_speedup(m) > 1 for m in here)
+        return [f"draft tokens by load: no schedule, which needs {needs}"] * may_pay
     for step in steps[:-1]:
         load = str(step.last) if parts else plural(step.last, "request")
         least = f" ({speedup_text(step.least)} at {step.least.batch_size})" if step.least else ""
@@ -167,8 +231,8 @@ def search_line(search: Search) -> str:
     speedup, unreliable = search.measured[search.chosen], len(search.unreliable)
     measured = f"{len(search.measured)} measured" + (f" reliably and {unreliable} not" if unreliable else "")
     if speedup < 1 and not unreliable:
-        return f"{line}; plain decoding is faster than all {measured}, {search.chosen} is next ({speedup:.2f}x)"
-    return f"{line}; of {measured}, {search.chosen} is the fastest ({speedup:.2f}x)"
+        return f"{line}; none of {measured} was faster than plain decoding, {search.chosen} is next ({speedup:.2f}x)"
+    return f"{line}; of {measured}, {search.chosen} is chosen ({speedup:.2f}x)"
 
 
 # Warnings
@@ -201,6 +265,13 @@ def head_warnings(head: Head, measurements: Sequence[Measurement]) -> Iterator[s
     if head.origin is not None:
         yield from (f"read as {head.origin.form}: {line}" for line in head.origin.differs)
         return
+    missed = max(measurements, key=lambda m: m.undraftable or 0.0)
+    if (missed.undraftable or 0.0) >= NOTABLE:
+        yield (
+            f"{percent(missed.undraftable, 1)} of the texts' tokens are none that it can draft "
+            f"({setting_text(missed)}), whatever its training; a larger head.draft_vocab_size, or labels from such "
+            "texts, mends it"
+        )
     deepest, trained = max(measurements, key=lambda m: len(m.alpha)), head.config.depth
     if trained is None or len(deepest.alpha) <= trained:
         return
@@ -256,7 +327,7 @@ def training_warning(heads: Sequence[Head]) -> str | None:
 
 def warnings_about_figures(results: Results) -> Iterator[str]:
     measurements, settings, exact = results.measurements, results.settings, results.exact
-    slow = [group for group in by_temperature(measurements) if all(reliable_speedup(m) < 1 for m in group)]
+    slow = [group for group in by_temperature(measurements) if {*map(verdict_of, group)} == {"does not pay"}]
     if slow:
         temperatures = ", ".join(sampling_text(group[0].temperature) for group in slow)
         yield f"plain decoding is faster than every draft measured ({temperatures})"
@@ -270,6 +341,11 @@ def warnings_about_figures(results: Results) -> Iterator[str]:
     if few := sorted({m.batch_size or 0 for m in timed if m.exact.prompts < FEW_PROMPTS * (m.batch_size or 0)}):
         at = ", ".join(map(str, few))
         yield f"at batch {at}, fewer than {FEW_PROMPTS} batches were timed: intervals of speedups are too narrow"
+    if any(m.temperature > 0 and m.rule == "match" for m in measurements):
+        yield (
+            "sampled figures are of rule match, whose draws no engine has: --rule likeliest accepts as vLLM does by "
+            "default, and SGLang; --rule ratio as vLLM with draft_sample_method probabilistic"
+        )
     if settings.distinct_prompts != settings.num_prompts:
         yield (
             f"{settings.distinct_prompts} of {settings.num_prompts} prompts are different: the intervals, which take "
@@ -282,8 +358,22 @@ def warnings_about_figures(results: Results) -> Iterator[str]:
     if short := [m for m in measurements if why_unreliable(m) == TOO_FEW_TOKENS]:
         without = without_speedup(short, measurements)
         yield f"{TOO_FEW_TOKENS} were timed: {without}; allow more new tokens, or take more prompts"
+    if odd := [m for m in measurements if why_unreliable(m) is None and contradicts(m)]:
+        yield contradiction(odd)
     if (busy := busy_warning(measurements)) is not None:
         yield busy
+
+
+def contradiction(odd: Sequence[Measurement]) -> str:
+    """Return why the predicted speedups of some settings are withheld, by the example of the largest."""
+    m = max(odd, key=lambda m: m.speedup.predicted if m.speedup else 0.0)
+    assert m.speedup is not None
+    bound = f", and tau, {number(m.tau.mean)}, is the most" if m.speedup.predicted > m.tau.mean else ""
+    return (
+        f"no prediction is stated for {plural(len(odd), 'setting')}: by the costs of a round, {setting_text(m)} would "
+        f"reach {number(m.speedup.predicted)}x, measured was {speedup_text(m)}{bound}; a round's parts are timed once, "
+        "after the first prompts, and a speedup over all texts: where they disagree, the times had noise"
+    )
 
 
 def busy_warning(measurements: Sequence[Measurement]) -> str | None:

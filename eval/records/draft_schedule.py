@@ -6,7 +6,7 @@ from itertools import groupby, pairwise
 from typing import NamedTuple
 
 from eval.records.schema import Measurement
-from eval.records.speedup_checks import surely_pays, why_unreliable
+from eval.records.speedup_checks import verdict_of, why_unreliable
 
 ABOVE = 100_000
 """Last batch size of a schedule: more requests than a server decodes together."""
@@ -42,7 +42,7 @@ def draft_schedule(measurements: Sequence[Measurement], headline: Measurement) -
     best: dict[int, Measurement | None] = {}
     for m in sorted(chains, key=speed_of):
         size = m.batch_size or 0
-        best[size] = m if surely_pays(m) else best.get(size)
+        best[size] = m if verdict_of(m) == "pays" else best.get(size)
     if len(best) < 2 or not any(best.values()):
         return []
     drafts = {size: fastest.depth if fastest else 0 for size, fastest in sorted(best.items())}

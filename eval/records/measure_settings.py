@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field
 
 from eval.core.command_line import AUTO, draft_shapes, is_tuple, print_line, typed
 from eval.data.prompts import HELD_OUT_SUITE, LATER_TURN, Prompt, expanded_prompts, prompts_hash, split_prompts
-from eval.runtime.sampling_params import FILTERS, Rule, Sampling, SharedSampling, Temperature, check_rule
+from eval.runtime.sampling_params import ANY_TREE, FILTERS, Rule, Sampling, SharedSampling, Temperature, check_rule
 from heads.core.contract import HEAD_TREE, Drafter
 from heads.core.errors import UserError
 from heads.core.strict_settings import Count, Seed
@@ -41,7 +41,7 @@ class MeasureSettings(SharedSampling):
     skip_long: bool = False
     """Skip prompts that are too long, instead of stopping with an error."""
     rule: Rule = "match"
-    """Acceptance rule when sampling: `match`, `ratio` or `block` (see eval/README.md). All are the same at
+    """Acceptance rule when sampling: `match`, `ratio`, `block` or `likeliest` (see eval/README.md). All are the same at
     temperature 0."""
     max_new_tokens: Count = 128
     """Maximum number of tokens of an answer."""
@@ -91,7 +91,7 @@ class BenchSettings(MeasureSettings):
         """Return the shapes that are named, except `auto`. A search under `match` also includes the head's own tree,
         unless the target is recurrent."""
         named = [tree for tree in self.trees if tree != AUTO]
-        may_branch = self.is_auto and self.rule == "match" and not target.is_recurrent
+        may_branch = self.is_auto and self.rule in ANY_TREE and not target.is_recurrent
         if may_branch and head.tree and HEAD_TREE not in named:
             named.append(HEAD_TREE)
         shapes = draft_shapes(named, head)
@@ -183,8 +183,7 @@ def add_measure_options(parser: argparse.ArgumentParser) -> None:
         "--out",
         type=Path,
         help="folder for the results; earlier results in it are replaced; default: a new folder, named after the time "
-        "and the prompts, in bench/ of the head's run or under runs/; eval/report.py and scripts/publish.py take a "
-        "run's own results.json, from the end of its training, and another measurement only by its name",
+        "and the prompts, in bench/ of the head's run or under runs/",
     )
 
 

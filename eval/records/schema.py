@@ -176,6 +176,9 @@ class Measurement(Part):
     tokens: int
     undecoded: int
     """Outputs that end with the first token, which is the prefill's."""
+    undraftable: float | None = None
+    """Share of the texts' tokens that are none of the head's draft vocabulary; None: it drafts all, or it is not
+    known."""
     draft_bytes: int | None = None
     """Least bytes of weights that the head reads in a round; None: not known, as in a server."""
     first_token_ms: Percentiles = Percentiles()
@@ -210,6 +213,8 @@ class Target(Part):
     context_length: int = 0
     template: dict[str, Any] = {}
     """Arguments of its chat template."""
+    overrides: dict[str, Any] = {}
+    """Settings of its generation_config.json that vLLM refuses with a draft, with the values that it takes."""
     two_tables: bool = False
     """Its config ties embeddings and output head, and its checkpoint holds two tables that differ."""
 
@@ -283,7 +288,10 @@ class Head(Part):
     unserved: str | None = None
     """Why no engine serves the head; None: one does, or it is not known."""
     serve: str | None = None
-    """Command with which an engine serves it, with HEAD and TARGET in the place of their folders."""
+    """Command with which an engine serves it as it was fastest, with the words HEAD and TARGET in the place of their
+    folders or ids, and notes as comments."""
+    why_not: str | None = None
+    """Why there is none."""
 
 
 class Served(Part):

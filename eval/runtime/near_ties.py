@@ -10,6 +10,10 @@ Trees read their ancestors from other slots than plain decoding does, so their s
 each token that plain decoding at that width would not have chosen must be near the chosen one: their scores may differ
 by at most NEAR units in the last place.
 
+A filter (top-k, top-p, min-p) has edges, and rounding may move a token over one of them. So the gap of a row with
+filters is the distance by which the logits would have to move for the token to be chosen: for it to pass the filters,
+and for each token with a higher score to fall behind it or to fail one. The masses are summed in float64.
+
 A wrong result at the width of the rounds would be wrong in both texts. So the text is also given to plain decoding in
 steps of one row. Each token that it would not have chosen must be within FAR units of its choice.
 """
@@ -27,8 +31,10 @@ from eval.runtime.engine import Engine
 from eval.runtime.request import Request
 from eval.runtime.round import read_prompts
 from eval.runtime.rules import Match
+from eval.runtime.sampling_params import Sampling
 from heads.core.tree import ROOT_ONLY, is_chain
 from heads.kernels.gumbel import gumbel
+from heads.kernels.product import MAX_ROWS
 from heads.kernels.slots import TreeSlots, round_up
 
 NEAR = 2.0
@@ -36,6 +42,8 @@ NEAR = 2.0
 the larger logit."""
 FAR = 16.0
 """The same between steps of one row and of several."""
+MAX_RIVALS = 256
+"""Number of tokens with a higher score above which a token is nowhere near the choice."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +56,9 @@ class Mismatch:
     chosen: int
     """Plain decoding's choice."""
     gap: float
-    """Difference between the scores of the two tokens, in units of logits."""
+    """Difference between the scores of the two tokens, in units of logits; with filters, as said above."""
     ulp: float
-    """Unit in the last place of the larger of the two logits."""
+    """Unit in the last place of the larger of the two logits, and with filters of the likeliest token's."""
 
     def is_within(self, ulps: float) -> bool:
         return self.gap <= ulps * self.ulp
@@ -77,7 +85,8 @@ def check_near_tie(
     if not all(mismatch.is_within(FAR) for mismatch in narrow):
         return NearTieCheck(False, narrow)
     wide = find_mismatches(engine, request, tokens)
-    may_differ = not is_chain(engine.options.shape)
+    # Above MAX_ROWS products are torch's, whose rounding also depends on the place of a row among the others.
+    may_differ = not is_chain(engine.options.shape) or engine.decoder.target.rows > MAX_ROWS
     is_near_tie = all(may_differ and mismatch.is_within(NEAR) for mismatch in wide)
     return NearTieCheck(is_near_tie, narrow + wide)
 
@@ -104,6 +113,7 @@ def find_mismatches(engine: Engine, request: Request, tokens: Sequence[int]) -> 
     mismatches = [Mismatch(0, tokens[0], first, math.inf, 0.0)] if first != tokens[0] else []
     depths = target.slot[: engine.nodes].expand(len(state.root), -1)
     found = []
+    edges: dict[int, Edges] = {}
     for t in range(len(tokens) - 1):
         state.root[:1] = given[t : t + 1]
         mapping = TreeSlots(state.length, (depths - 1).clamp_min(0), depths, None, target.slot)
@@ -118,14 +128,70 @@ def find_mismatches(engine: Engine, request: Request, tokens: Sequence[int]) -> 
         pair = torch.stack([chosen, given[t + 1]])
         parts = (pair, scores[pair], logits[0, 0, pair], penalised[0, 0, pair])
         found.append(torch.cat([part.double() for part in parts]))
+        if request.sampling.filters and not torch.equal(*pair):
+            noise = gumbel(sampling.seed, positions[:, :1], torch.arange(logits.shape[-1], device=logits.device))[0, 0]
+            edges[t + 1] = Edges(request.sampling, penalised[0, 0].double(), noise.double())
         state.length[:1] += 1
         state.output_length[:1] += 1
     for t, (chosen, token, best, score, *sizes) in enumerate(torch.stack(found).tolist() if found else [], start=1):
         if chosen != token:
-            largest = max(abs(size) for size in sizes)
+            largest = max(abs(size) for size in [*sizes, *([edges[t].top] if t in edges else [])])
             ulp = torch.finfo(engine.target.dtype).eps * 2.0 ** math.floor(math.log2(max(largest, 1e-30)))
-            mismatches.append(Mismatch(t, int(token), int(chosen), best - score, ulp))
+            gap = edges[t].gap(int(token), ulp) if t in edges else best - score
+            mismatches.append(Mismatch(t, int(token), int(chosen), gap, ulp))
     return mismatches
+
+
+class Edges:
+    """A filtered distribution's logits (V,), after penalties, with the noise of its position, both in float64."""
+
+    def __init__(self, sampling: Sampling, logits: Tensor, noise: Tensor) -> None:
+        self.sampling, self.logits = sampling, logits
+        self.scores = logits + sampling.temperature * noise
+        self.falling = logits.sort(descending=True).values
+        self.top = float(self.falling[0])
+        self.weights = ((logits - self.top) / sampling.temperature).exp()
+        lowest = math.log(sampling.min_p) if sampling.min_p > 0 else -math.inf
+        self.floor = self.top + sampling.temperature * lowest  # of min-p
+
+    def gap(self, token: int, ulp: float) -> float:
+        """Return the least distance by which logits must move for the token to be chosen, to 1/16 of a unit; infinity
+        if it is far beyond what rounding does."""
+        low, high = 0.0, 4 * FAR * ulp
+        if not self.may_be_chosen(token, high):
+            return math.inf
+        while high - low > ulp / 16:
+            middle = (low + high) / 2
+            low, high = (low, middle) if self.may_be_chosen(token, middle) else (middle, high)
+        return high
+
+    def may_be_chosen(self, token: int, distance: float) -> bool:
+        """Return True if the token passes all filters, and each token with a higher score fails one, where two logits
+        may move by `distance` against each other."""
+        z, k, p = self.logits, self.sampling.top_k or len(self.logits), self.sampling.top_p
+        rivals = (self.scores > self.scores[token] + distance).nonzero()[:, 0]
+        if len(rivals) > MAX_RIVALS:
+            return False
+        shift = math.exp(distance / self.sampling.temperature)
+        kept = self.weights[z >= self.falling[min(k, len(z)) - 1] - distance].sum()  # the most and the least of top-k
+        surely = self.weights[z > (self.falling[k] + distance if k < len(z) else -math.inf)].sum().clamp_min(1.0)
+        higher = z > z[token] + distance
+        if bool(z[token] < self.floor - distance) or int(higher.sum()) >= k:
+            return False
+        if p < 1 and bool(odds(self.weights[higher].sum(), kept) / shift >= p / (1 - p)):
+            return False
+        others = (z >= z[rivals, None] - distance).double()  # (rivals, V)
+        others[torch.arange(len(rivals)), rivals] = 0.0
+        fails = (others.sum(1) >= k) | (z[rivals] <= self.floor + distance)
+        if p < 1:
+            fails |= odds(others @ self.weights, surely) * shift >= p / (1 - p)
+        return bool(fails.all())
+
+
+def odds(mass: Tensor, whole: Tensor) -> Tensor:
+    """Return the odds of a part of a whole, which is at most the whole."""
+    share = (mass / whole).clamp(max=1.0)
+    return share / (1 - share)
 
 
 def scores_of(sampling: RowSampling, logits: Tensor, positions: Tensor) -> Tensor:

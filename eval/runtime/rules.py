@@ -33,6 +33,11 @@ distributions after x_1 .. x_i:
     accepted = the largest i whose own test of probability h_i passes, or 0
     the last token is drawn from norm(max(w_i p_i - q_i, 0)) with i = accepted, or from p_K if i = K
 
+`likeliest` draws nothing: it is `ratio` with a q that has all its mass on the draft's likeliest token, or for siblings
+on one after the other. So a child x is accepted with probability P(x), and else P(x) <- 0 and P <- norm(P). What is
+drafted depends on the text alone, so any tree and any draft will do. vLLM (`draft_sample_method` greedy, its default)
+and SGLang accept sampled text so.
+
 The functions are given the results of the random tests. The probability of each test depends only on the tree, so the
 exact distribution of the output can be computed, and the unit tests compute it.
 
@@ -45,7 +50,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from eval.runtime.distribution import RowSampling
+from eval.runtime.distribution import SHARPNESS, RowSampling, best_columns
 from eval.runtime.sampling_params import check_rule
 from heads.core.errors import UserError
 from heads.core.tree import MAX_NODES, Acceptance, Pick, Proposal, TreeShape, is_chain
@@ -217,17 +222,25 @@ class Verdict:
 
 
 class Rejection:
-    """Rules `ratio` and `block`, which compare the target's distribution with the draft's."""
+    """Rules `ratio`, `block` and `likeliest`, which test each draft token by its probability."""
 
     def __init__(self, name: str, shape: TreeShape, sampling: RowSampling, target: CachedDecoder) -> None:
         self.name, self.shape, self.sampling, self.target = name, shape, sampling, target
-        self.family = family_of(shape, sampling.seed.device)
+        self.family = None if name == "likeliest" else family_of(shape, sampling.seed.device)
         self.draws = Draws(sampling)
 
     def begin(self) -> Pick:
         """Return the function that draws this round's draft tokens."""
+        if self.family is None:
+            return self.pick_without_noise
         self.draws = Draws(self.sampling)
         return self.draws
+
+    def pick_without_noise(
+        self, logits: Tensor, positions: Tensor, count: int, token_ids: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        sharpness = torch.where(self.sampling.temperature > 0, 1.0, SHARPNESS)[:, None, None]
+        return best_columns(logits, sharpness, count, token_ids)
 
     def target_outputs(self, hidden: Tensor, positions: Tensor, counts: Tensor | None = None) -> Tensor:
         """Return the target's distribution (B, N, V) after each node. Arguments as in `Match.target_outputs`."""
@@ -250,6 +263,8 @@ class Rejection:
 
     def accept_probs(self, proposal: Proposal, p: Tensor) -> Verdict:
         """Return the verdict on the draft tokens that the pick of `begin` has drawn. p (B, N, V)."""
+        if self.family is None:
+            return one_by_one(p, proposal)
         q, tokens = self.draft_distribution(proposal, p.shape[2]), proposal.tokens
         if self.name == "block":
             return block(p, q, tokens)
@@ -297,6 +312,24 @@ def make_rule(name: str, shape: TreeShape, sampling: RowSampling, target: Cached
     """Return the rule of that name for trees of one shape. Raise UserError if it cannot judge them."""
     check_rule(name, shape)
     return Match(shape, sampling, target) if name == "match" else Rejection(name, shape, sampling, target)
+
+
+def one_by_one(p: Tensor, proposal: Proposal) -> Verdict:
+    """Accept each child with the target's probability of it, given that its elder siblings were rejected: p (B, N, V).
+    A token that an elder sibling has too, and a node that is not one level below its parent, are never accepted."""
+    (B, N), V = proposal.tokens.shape, p.shape[2]
+    node = torch.arange(N, device=p.device)
+    parents, depths, tokens = proposal.parents, proposal.depths, proposal.tokens
+    is_child = (node > 0) & (depths == depths.gather(1, parents) + 1)  # (B, N)
+    elder = (parents[:, :, None] == parents[:, None, :]) & (node < node[:, None]) & is_child[:, None, :]
+    repeated = (elder & (tokens[:, :, None] == tokens[:, None, :])).any(dim=2)
+    of_parent = p.gather(1, parents[..., None].expand(B, N, V)).gather(2, tokens[..., None])[..., 0]
+    mass = torch.where(is_child & ~repeated, of_parent, 0.0)
+    left = 1 - (elder * mass[:, None, :]).sum(dim=2)
+    accept_prob = torch.where(left > 0, mass / left, 0.0).clamp(max=1)
+    place = torch.where(is_child, parents * V + tokens, N * V)  # of each child's token after its parent
+    rejected = torch.cat([p.flatten(1), p.new_zeros(B, 1)], dim=1).scatter(1, place, 0.0)[:, :-1].view_as(p)
+    return Verdict(torch.where(node == 0, 1.0, accept_prob), normalised(rejected, p))
 
 
 def ratio(p: Tensor, q: Tensor, tokens: Tensor, family: Family) -> Verdict:

@@ -7,6 +7,7 @@
 | match | the likeliest, under the target's own noise | the same tokens as plain decoding | all |
 | ratio | drawn from the draft's distribution | a different sample from the target's distribution | chain, static |
 | block | drawn from the draft's distribution | a different sample from the target's distribution | chain |
+| likeliest | the likeliest | a different sample from the target's distribution | all |
 
 The command line reads these settings, so this file does not import torch.
 """
@@ -22,8 +23,10 @@ from heads.core.tree import TreeShape, is_chain
 COLDEST, HOTTEST = 1e-6, 1e6
 FILTERS = ("top_k", "top_p", "min_p")
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-Rule = Literal["match", "ratio", "block"]
+Rule = Literal["match", "ratio", "block", "likeliest"]
 RULES = get_args(Rule)
+ANY_TREE = ("match", "likeliest")
+"""Rules that judge any tree, because they draw no draft tokens."""
 
 
 def check_temperature(temperature: float) -> float:
@@ -90,7 +93,7 @@ class Sampling(SharedSampling):
 def check_rule(rule: str, shape: TreeShape) -> None:
     if rule not in RULES:
         raise UserError(f"rule {rule!r}: expected one of {', '.join(RULES)}")
-    if rule == "match" or is_chain(shape):
+    if rule in ANY_TREE or is_chain(shape):
         return
     if rule == "block":
         raise UserError(

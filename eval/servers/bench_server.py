@@ -223,7 +223,7 @@ def measure_server(
         settings=RecordedSettings(**settings.record(prompts)),
         command=[*command, *settings.options()[2:]],
         heads=[
-            head_facts(drafter, head, measurements=measurements)
+            head_facts(drafter, head, target, measurements=measurements)
             if drafter and head
             else Head(kind="draft", path=server.url, sha256=None, parameters=0, aux_layer_ids=[], config=HeadConfig())
         ],

@@ -149,6 +149,11 @@ class Drafter(ABC):
         """Number of positions of a text for which the drafter was made; None if it does not say."""
         return getattr(getattr(self, "config", None), "max_position_embeddings", None)
 
+    @property
+    def vocabulary(self) -> Tensor | None:
+        """(Vd,) int64: the target ids that can be drafted; None: all."""
+        return getattr(self, "draft_to_target", None)
+
     def check_draft(self, shape: TreeShape) -> None:
         """Raise UserError for a tree that the drafter cannot draft. Never by default."""
         return

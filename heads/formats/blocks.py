@@ -19,7 +19,7 @@ from heads.formats.engine_folder import (
     TRIED,
     Folder,
     Format,
-    Schedule,
+    any_number,
     decoder_config,
     llama_cpp,
     openvino,
@@ -47,7 +47,7 @@ def block_format(head: type[DraftBlockHead]) -> Format:
     form = head.Config.form
     readers = {}
     if form.in_vllm:
-        readers[VLLM] = serve_whole_blocks if form.fixed_depth else vllm(form.algorithm)
+        readers[VLLM] = vllm(form.algorithm, fixed=form.fixed_depth)
     if form.in_sglang:
         readers[SGLANG] = sglang(form.algorithm.upper(), block=True)
     if form.in_llamacpp:
@@ -59,6 +59,7 @@ def block_format(head: type[DraftBlockHead]) -> Format:
         engine_config=engine_config,
         readers=readers,
         check=partial(check_block, head.Config),
+        nearest_steps=whole_block if form.fixed_depth else any_number,
         tried=MEASURED_IN_VLLM if form.title == "DFlash" else None,
     )
 
@@ -94,10 +95,11 @@ def engine_config(config: DraftBlockConfig, target: Mapping[str, Any], dtype: st
     return {**decoder, "dflash_config": nested, **({} if form.nested else own)}
 
 
-def serve_whole_blocks(target: str, head: str, steps: int, config: Mapping[str, Any], schedule: Schedule) -> str:
-    """Return vLLM's command for as many draft tokens as were trained. Its kernel takes the number of rows that it
-    drafts for a stride of XPress's mixer, so any other number gives another head."""
-    return vllm("dflash")(target, head, config.get("block_size", steps + 1) - 1, config, ())
+def whole_block(config: Mapping[str, Any], steps: int) -> int:
+    """Return the number of draft tokens that were trained. vLLM's kernel takes the number of rows that it drafts for a
+    stride of XPress's mixer, so any other number gives another head."""
+    rows: int = config["block_size"]
+    return rows - 1
 
 
 def check_block(method: type[DraftBlockConfig], folder: Folder, reader: str) -> tuple[str | None, list[str]]:

@@ -79,6 +79,7 @@ FORMAT = Format(
         MLX: mlx,
     },
     check=check_draft,
+    grows_trees=True,
     quantizes=True,
     tried=TRIED,
     write_beside=write_tokenizer,

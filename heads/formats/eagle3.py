@@ -149,9 +149,12 @@ FORMAT = Format(
         SGLANG: sglang("EAGLE3"),
         LLAMACPP: llama_cpp("eagle3"),
         OPENVINO: openvino,
-        EAGLE: lambda target, head, *_: f"EaModel.from_pretrained(base_model_path={target!r}, ea_model_path={head!r})",
+        EAGLE: lambda setting, _: (
+            f"EaModel.from_pretrained(base_model_path={setting.target!r}, ea_model_path={setting.head!r})"
+        ),
     },
     check=check_eagle3,
+    grows_trees=True,
     quantizes=True,
     tried=TRIED,
     converters=speculators,

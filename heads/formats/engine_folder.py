@@ -15,7 +15,8 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from heads.core.engines import ALL_ENGINES, ENGINES, LLAMACPP, READERS, window_option
+from heads.core.engines import ALL_ENGINES, ENGINES, LLAMACPP, READERS, SGLANG, VLLM, window_option
+from heads.core.tree import TreeShape, is_chain
 from heads.foreign.published_files import Reading, Source
 from heads.formats.quantized import SCALE
 from heads.methods.layers import BlockConfig
@@ -29,6 +30,8 @@ SAMPLING = (
     "where a request names no sampling, vLLM takes it from the target's generation_config.json, as --sampling model "
     "does here; --generation-config vllm turns that off"
 )
+LIKELIEST = "likeliest"
+"""The acceptance rule that vLLM has by default, and SGLang."""
 SCHEDULE = "num_speculative_tokens_per_batch_size"
 BY_LOAD = (
     f"{SCHEDULE} holds first and last number of requests, draft tokens: as measured, between two measured sizes the "
@@ -47,9 +50,32 @@ Shapes = dict[str, tuple[int, ...]]
 Schedule = Sequence[tuple[int, int, int]]
 """First and last number of requests, and the draft tokens of a round for as many. The first range starts at 1."""
 
-Command = Callable[[str, str, int, Mapping[str, Any], Schedule], str]
-"""(target with its options, head, draft tokens per round, the head's config.json, fewer draft tokens by load) ->
-command that serves them."""
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What a command serves: a target with a draft, as they were measured. Both are paths or Hub ids."""
+
+    target: str = "TARGET"
+    head: str = "HEAD"
+    steps: int = 1
+    """Draft tokens of a round."""
+    tree: TreeShape | None = None
+    """The tree that was measured. None: nothing was, and any number of draft tokens will do."""
+    schedule: Schedule = ()
+    rule: str | None = None
+    """The acceptance rule of a measurement above temperature 0, if there was one."""
+    template: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the target's chat template."""
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the target's generation_config.json that vLLM refuses with a draft, and what to put there."""
+    match: int | None = None
+    """Tokens of the match after which a lookup drafts in a head's place."""
+    code: bool = False
+    """True if the target brings its own Python code."""
+
+
+Command = Callable[[Setting, Mapping[str, Any]], str]
+"""(what is served, the head's config.json) -> command that serves it."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +87,10 @@ class Folder:
     shapes: Shapes
     target: Mapping[str, Any]
     """The head's record of its target."""
+
+
+def any_number(config: Mapping[str, Any], steps: int) -> int:
+    return steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +111,10 @@ class Format:
     """Read a head of the target in other projects' forms. Returns None for a folder without a head of this kind. Raises
     UserError for a head of another target, or of a kind that cannot be run. Names and shapes of the tensors are checked
     later."""
+    nearest_steps: Callable[[Mapping[str, Any], int], int] = any_number
+    """(the head's config, wanted draft tokens a round) -> the nearest number that engines draft with it."""
+    grows_trees: bool = False
+    """True if SGLang also drafts dynamic trees with such heads."""
     quantizes: bool = False
     """True if both engines read such heads with projections in 8 bits (`heads.formats.quantized`)."""
     tried: str | None = None
@@ -106,6 +140,8 @@ class Verdict:
     """Parts of the folder that the reader would refuse or, worse, load as another head."""
     notes: tuple[str, ...] = ()
     """What to know before the command is used."""
+    otherwise: str | None = None
+    """Reason why the command serves something else than was measured, in words that follow the reader's name."""
 
     @property
     def shown(self) -> str:
@@ -115,6 +151,11 @@ class Verdict:
     @property
     def serves(self) -> bool:
         return self.unsupported is None and not self.errors
+
+    @property
+    def is_as_measured(self) -> bool:
+        """True if the command serves what was measured."""
+        return self.serves and self.otherwise is None
 
     @property
     def reason(self) -> str:
@@ -131,21 +172,19 @@ def check_contents(
     form: Format,
     kind: str,
     target: Mapping[str, Any],
+    setting: Setting | None = None,
     *,
-    name: str = "HEAD",
-    base: str = "TARGET",
-    steps: int = 1,
-    schedule: Schedule = (),
     trained: int | None = None,
 ) -> list[Verdict]:
     """Return the verdicts on a folder with this config.json and tensors of these shapes, the engines' first.
 
-    target: the head's record of its target. The commands name the head `name` and its target `base`, and draft `steps`
-    tokens per round, or fewer by `schedule` where the engine takes one. `trained`: the number for which the head was
-    trained, if it was for one.
+    target: the head's record of its target. `trained`: the number of draft tokens for which the head was trained, if it
+    was for one.
     """
     folder = Folder(config, {key: shape for key, shape in shapes.items() if not key.endswith(SCALE)}, target)
-    base = shlex.quote(base) + (" --trust-remote-code" if "auto_map" in config else "")
+    setting = replace(setting or Setting(), code="auto_map" in config)
+    if setting.tree is None:
+        setting = replace(setting, steps=form.nearest_steps(config["draftsmith"]["config"], setting.steps))
     verdicts = []
     for reader in dict.fromkeys((*ALL_ENGINES, *form.readers)):
         if reader not in form.readers:
@@ -154,8 +193,8 @@ def check_contents(
         unsupported, errors = form.check(folder, reader)
         if reader not in (*ENGINES, LLAMACPP) and "quantization_config" in config:
             errors = [*errors, "8-bit weights are not read"]
-        command = form.readers[reader](base, name, steps, config, schedule)
-        notes = [SAMPLING] * command.startswith("vllm serve") + [BY_LOAD] * (SCHEDULE in command)
+        command = form.readers[reader](setting, config)
+        notes = notes_of(command, setting)
         notes += NOTES.get(reader, ())
         made, whole = config.get("max_position_embeddings"), target.get("context_length", 0)
         if isinstance(made, int) and made < whole:
@@ -163,12 +202,13 @@ def check_contents(
                 f"made for {made:,} of the target's {whole:,} positions: beyond them engines may stop drafting or "
                 f"fail, unless vLLM's --max-model-len or SGLang's --context-length is {made}"
             )
-        if trained is not None and steps > trained:
+        if trained is not None and setting.steps > trained:
             notes.append(
-                f"{steps} draft tokens are more than the head was trained for, {trained}: the last ones are accepted "
-                "less"
+                f"{setting.steps} draft tokens are more than the head was trained for, {trained}: the last ones are "
+                "accepted less"
             )
-        verdicts.append(Verdict(reader, command, unsupported, tuple(errors), tuple(notes)))
+        other = why_otherwise(form, reader, setting, config["draftsmith"]["config"]) or why_incomplete(target)
+        verdicts.append(Verdict(reader, command, unsupported, tuple(errors), tuple(notes), other))
     return verdicts
 
 
@@ -184,6 +224,41 @@ def behind_lookup(verdict: Verdict, match: int, steps: int) -> Verdict:
         f"than stand behind the match, and none if these are fewer than {match}: rounds may differ, texts do not"
     )
     return replace(verdict, command=command, notes=(*verdict.notes, note))
+
+
+def why_otherwise(form: Format, reader: str, setting: Setting, config: Mapping[str, Any]) -> str | None:
+    """Return why a reader drafts otherwise with such a head than was measured, or None."""
+    shape = setting.tree
+    if shape is None:
+        return None
+    if not is_chain(shape) and not (reader == SGLANG and form.grows_trees and shape.paths is None):
+        return f"does not draft the tree {shape}; measure a chain (--tree chain:{shape.depth})"
+    if (steps := form.nearest_steps(config, setting.steps)) != setting.steps:
+        return f"drafts {steps} tokens a round with this head, not {setting.steps}; measure --tree chain:{steps}"
+    return None
+
+
+def why_incomplete(target: Mapping[str, Any]) -> str | None:
+    """Return why the name of a target is not all that an engine needs, or None. `target`: a head's record of it."""
+    if adapter := target.get("adapter"):
+        return f"would serve the target without the adapter {adapter}; save them merged, and measure that model"
+    if file := target.get("gguf_file"):
+        return f"would not find the target in its GGUF file {file}; give it that file and a tokenizer"
+    return None
+
+
+def notes_of(command: str, setting: Setting) -> list[str]:
+    """Return what to know before a command is used."""
+    notes = [SAMPLING] * command.startswith("vllm serve") + [BY_LOAD] * (SCHEDULE in command)
+    if command.startswith("vllm serve") and setting.overrides:
+        named = ", ".join(f"{name} {value}" for name, value in setting.overrides.items())
+        notes.append(
+            "the target's generation_config.json names settings that vLLM refuses with a draft, and the command sets "
+            f"{named}"
+        )
+    if setting.template and "template-kwargs" not in command:
+        notes.append(f"requests need chat_template_kwargs {json.dumps(dict(setting.template))}, as they were measured")
+    return notes
 
 
 def why_unfit(verdicts: Sequence[Verdict], serve: Sequence[str] | None = None) -> str | None:
@@ -216,30 +291,62 @@ def _reasons(verdicts: Sequence[Verdict], readers: Sequence[str]) -> str:
 def vllm(method: str, *, fixed: bool = False) -> Command:
     """Return a function that makes vLLM's command. `fixed`: the method drafts one number of tokens at any load."""
 
-    def run(target: str, head: str, steps: int, config: Mapping[str, Any], schedule: Schedule) -> str:
-        settings: dict[str, Any] = {"method": method, "model": head, "num_speculative_tokens": steps}
-        if schedule and not fixed:
-            settings[SCHEDULE] = schedule
-        return f"vllm serve {target} --speculative-config {shlex.quote(json.dumps(settings))}"
+    def run(setting: Setting, config: Mapping[str, Any]) -> str:
+        draft: dict[str, Any] = {"method": method, "model": setting.head, "num_speculative_tokens": setting.steps}
+        if setting.rule not in (None, LIKELIEST):
+            draft["draft_sample_method"] = "probabilistic"
+        if setting.rule == "block":
+            draft["rejection_sample_method"] = "block"
+        if setting.schedule and not fixed:
+            draft[SCHEDULE] = setting.schedule
+        return vllm_serve(setting, draft)
 
     return run
 
 
-def sglang(algorithm: str, *, block: bool = False) -> Command:
-    """Return a function that makes SGLang's command, for chains as in vLLM. `block`: the method drafts a block, and the
-    command has no options of a chain."""
+def vllm_serve(setting: Setting, draft: Mapping[str, Any]) -> str:
+    """Return vLLM's command. `draft`: its speculative config."""
+    words = ["vllm", "serve", setting.target, *["--trust-remote-code"] * setting.code]
+    for option, value in (
+        ("--default-chat-template-kwargs", setting.template),
+        ("--override-generation-config", setting.overrides),
+        ("--speculative-config", draft),
+    ):
+        words += [option, json.dumps(dict(value))] if value else []
+    return shlex.join(words)
 
-    def run(target: str, head: str, steps: int, config: Mapping[str, Any], schedule: Schedule) -> str:
-        chain = "" if block else f"--speculative-num-steps {steps} --speculative-eagle-topk 1 "
-        window = config.get("sliding_window") if algorithm == "EAGLE3" else None
-        drafts = f"--speculative-num-draft-tokens {steps + 1}"
+
+def look_up_in_vllm(setting: Setting, longest: int, notes: Sequence[str] = ()) -> Verdict:
+    """Return the verdict of vLLM on prompt lookup with matches of 1 to `longest` tokens."""
+    draft = {
+        "method": "ngram",
+        "num_speculative_tokens": setting.steps,
+        "prompt_lookup_max": longest,
+        "prompt_lookup_min": 1,
+    }
+    command = vllm_serve(setting, draft)
+    return Verdict(VLLM, command, None, (), (*notes_of(command, setting), *notes))
+
+
+def sglang(algorithm: str, *, block: bool = False) -> Command:
+    """Return a function that makes SGLang's command. `block`: the method drafts a block, and the command has no options
+    of a chain."""
+
+    def run(setting: Setting, config: Mapping[str, Any]) -> str:
+        steps, shape = setting.steps, setting.tree
+        children, nodes = (shape.top_k, shape.nodes) if shape else (1, steps + 1)
+        words = ["python", "-m", "sglang.launch_server", "--model-path", setting.target]
+        words += ["--trust-remote-code"] * setting.code
+        words += ["--speculative-algorithm", algorithm, "--speculative-draft-model-path", setting.head]
+        if not block:
+            words += ["--speculative-num-steps", str(steps), "--speculative-eagle-topk", str(children)]
         if algorithm == "DSPARK":  # which would refuse any other number than that of config.json's block_size
-            drafts = f"--speculative-dspark-block-size {steps}"
-        return (
-            f"python -m sglang.launch_server --model-path {target} --speculative-algorithm {algorithm} "
-            f"--speculative-draft-model-path {shlex.quote(head)} {chain}{drafts}"
-            + (f" {window_option(window)}" if window else "")
-        )
+            words += ["--speculative-dspark-block-size", str(steps)]
+        else:
+            words += ["--speculative-num-draft-tokens", str(nodes)]
+        if algorithm == "EAGLE3" and (window := config.get("sliding_window")):
+            words += window_option(window).split()
+        return shlex.join(words)
 
     return run
 
@@ -248,14 +355,16 @@ def llama_cpp(kind: str) -> Command:
     """Return a function that makes llama.cpp's commands: two of its converter, and that of its server. `kind`: name of
     the method in its option --spec-type. A file whose name begins with it is found in a repository of the Hub."""
 
-    def run(target: str, head: str, steps: int, config: Mapping[str, Any], schedule: Schedule) -> str:
-        target = target.removesuffix(" --trust-remote-code")
-        file = shlex.quote(gguf_name(kind, head))
+    def run(setting: Setting, config: Mapping[str, Any]) -> str:
+        target = shlex.quote(setting.target)
+        head = shlex.quote(setting.head)
+        file = shlex.quote(gguf_name(kind, setting.head))
         return (
             f"python convert_hf_to_gguf.py {target} --outtype f32 --outfile target.gguf\n"
-            f"python convert_hf_to_gguf.py {shlex.quote(head)} --target-model-dir {target} --outtype f32 "
+            f"python convert_hf_to_gguf.py {head} --target-model-dir {target} --outtype f32 "
             f"--outfile {file}\n"
-            f"llama-server -m target.gguf -md {file} --spec-type draft-{kind} --spec-draft-n-max {steps} --metrics"
+            f"llama-server -m target.gguf -md {file} --spec-type draft-{kind} --spec-draft-n-max {setting.steps} "
+            "--metrics"
         )
 
     return run
@@ -269,17 +378,19 @@ def gguf_name(kind: str, head: str) -> str:
     return f"{name if name.startswith(f'{prefix}-') else f'{prefix}-{name}'}.gguf"
 
 
-def openvino(target: str, head: str, steps: int, config: Mapping[str, Any], schedule: Schedule) -> str:
+def openvino(setting: Setting, config: Mapping[str, Any]) -> str:
     """Return OpenVINO's commands: the export of target and head."""
+    target = shlex.quote(setting.target) + " --trust-remote-code" * setting.code
     export = "--task text-generation-with-past --weight-format fp32"
     return (
         f"optimum-cli export openvino -m {target} {export} target-openvino\n"
-        f"optimum-cli export openvino -m {shlex.quote(head)} {export} --trust-remote-code head-openvino"
+        f"optimum-cli export openvino -m {shlex.quote(setting.head)} {export} --trust-remote-code head-openvino"
     )
 
 
-def mlx(target: str, head: str, steps: int, config: Mapping[str, Any], schedule: Schedule) -> str:
-    return f"mlx_lm.server --model {target} --draft-model {shlex.quote(head)} --num-draft-tokens {steps}"
+def mlx(setting: Setting, config: Mapping[str, Any]) -> str:
+    words = ["mlx_lm.server", "--model", setting.target, *["--trust-remote-code"] * setting.code]
+    return shlex.join([*words, "--draft-model", setting.head, "--num-draft-tokens", str(setting.steps)])
 
 
 NOTES = {

@@ -91,7 +91,7 @@ FORMAT = Format(
     engine_config=medusa_engine_config,
     readers={
         OLD_VLLM: vllm("medusa", fixed=True),
-        MEDUSA: lambda _, head, *__: f"MedusaModel.from_pretrained({head!r})",
+        MEDUSA: lambda setting, _: f"MedusaModel.from_pretrained({setting.head!r})",
     },
     check=check_medusa,
     tried=TRIED,

@@ -112,6 +112,12 @@ def compare_tensors(expected: Shapes, found: Shapes) -> list[str]:
     return errors
 
 
+def whole_passes(config: Mapping[str, Any], steps: int) -> int:
+    """Return the number of draft tokens of vLLM, which drafts with all modules, once or several times."""
+    modules: int = config["num_modules"]
+    return max(steps // modules, 1) * modules
+
+
 def check_mtp(folder: Folder, reader: str) -> tuple[str | None, list[str]]:
     """Compare modules of multi-token prediction with those that an engine loads for the target's own config.json."""
     name = str(named_class(folder.config))
@@ -159,6 +165,8 @@ FORMAT = Format(
     engine_config=mtp_engine_config,
     readers={VLLM: vllm("mtp"), SGLANG: sglang("NEXTN")},
     check=check_mtp,
+    nearest_steps=whole_passes,
+    grows_trees=True,
     tried=TRIED.replace("heads of this kind", "modules of MiMo's family"),
     tried_settings={"layout": "mimo"},
 )

@@ -332,5 +332,5 @@ METHODS = {
 """Methods by kind, the name in recipes and in saved heads, in the order of tables. `heads.registry.HEADS` has their
 classes."""
 TITLES = {kind: method.title for kind, method in METHODS.items()}
-TITLES |= {"lookup": "prompt lookup", "early_exit": "early exit"}
+TITLES |= {"lookup": "prompt lookup", "ngram": "prompt lookup as in vLLM", "early_exit": "early exit"}
 """Titles of all drafts, those without training included."""

@@ -33,6 +33,9 @@ class LookupState:
 class Lookup(Drafter):
     """Drafter of chains by n-gram matches in the text so far."""
 
+    earliest = False
+    """True if the first of the longest matches is copied, up to the text's end, and nothing is drafted without one."""
+
     def __init__(self, ngram: int, device: torch.device | str = "cpu") -> None:
         """`ngram`: maximum length of a match. Longer matches add nothing."""
         expect(1 <= ngram <= LONGEST_MATCH, "lookup", f"a longest match of 1 to {LONGEST_MATCH} tokens", ngram)
@@ -66,7 +69,8 @@ class Lookup(Drafter):
 
     def find(self, state: LookupState) -> tuple[Proposal, Tensor]:
         """Return the draft, and the length (B,) of the match that it follows."""
-        drafted, matched = look_up(state.tokens[:, :-1], state.length, state.shape.depth, self.ngram)
+        given = state.tokens[:, :-1], state.length, state.shape.depth, self.ngram
+        drafted, matched = look_up(*given, earliest=self.earliest)
         root = state.tokens.gather(1, state.length[:, None])  # a row without a request has none
         tokens = torch.cat([root, drafted], dim=1).clamp_min(0)
         depths = torch.arange(state.shape.nodes, device=tokens.device).expand_as(tokens)
@@ -75,9 +79,16 @@ class Lookup(Drafter):
         return Proposal(tokens, (depths - 1).clamp_min(0), depths, scores, copied=copied), matched
 
 
-def look_up(tokens: Tensor, length: Tensor, depth: int, ngram: int) -> tuple[Tensor, Tensor]:
+class EngineLookup(Lookup):
+    """Drafter as vLLM's `ngram` with `prompt_lookup_min` 1 and `prompt_lookup_max` `ngram` (vLLM 0.32)."""
+
+    earliest = True
+
+
+def look_up(tokens: Tensor, length: Tensor, depth: int, ngram: int, *, earliest: bool = False) -> tuple[Tensor, Tensor]:
     """Return the tokens (B, depth) after the longest earlier match of the text's end, the latest one if several are as
-    long, and the length (B,) of that match, 0 if there is none.
+    long, and the length (B,) of that match, 0 if there is none. `earliest`: after the first one, and `NOTHING` past the
+    text's end and without a match; by default the tokens repeat there.
 
     tokens (B, S): the text of row b is its first length[b] + 1 tokens. A match ends at slot e < length[b]. Its length
     is the number of tokens up to e that equal those up to length[b], at most `ngram`.
@@ -91,11 +102,16 @@ def look_up(tokens: Tensor, length: Tensor, depth: int, ngram: int) -> tuple[Ten
     before = torch.stack([padded[:, ngram - 1 - j : ngram - 1 - j + S] for j in range(ngram)], dim=1)  # x_{e-j} at e
     matched = (before == newest[..., None]).cumprod(dim=1).sum(dim=1)  # (B, S)
     # Without a match the slot before the root wins. The token after it is the root.
-    score = torch.where(slot < length[:, None], matched * S + slot, -1)
+    order = S - 1 - slot if earliest else slot
+    score = torch.where(slot < length[:, None], matched * S + order, -1)
     match_end = score.argmax(dim=1, keepdim=True)  # (B, 1)
+    ahead = torch.arange(depth, device=tokens.device)
     period = (length[:, None] - match_end).clamp_min(1)
-    drafted = tokens.gather(1, match_end + 1 + torch.arange(depth, device=tokens.device) % period)
-    return drafted, (score.gather(1, match_end)[:, 0] // S).clamp_min(0)
+    drafted = tokens.gather(1, match_end + 1 + ahead % period)
+    longest = (score.gather(1, match_end)[:, 0] // S).clamp_min(0)
+    if earliest:
+        drafted = torch.where((ahead < period) & (longest > 0)[:, None], drafted, NOTHING)
+    return drafted, longest
 
 
 class FirstLayers(nn.Module):

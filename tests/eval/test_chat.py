@@ -154,6 +154,9 @@ def test_lines_are_answered_one_by_one_until_the_input_ends(
     said = the_lines(capsys)
     assert ["/reset" in line for line in said] == [False, False, True, True, False], said
     assert said[0].startswith("5 tokens, tau ") and "tokens/s (plain decoding " in said[0], said
+    monkeypatch.setattr("eval.measure.machine.busy_cores", lambda _: 1.9)
+    assert call(["lookup:2", "--target", tiny_target_dir, "--max-new-tokens", 5, "--prompt", "x"]) == 0
+    assert the_lines(capsys)[0].endswith("(plain decoding is not compared: something else uses this machine)")
 
 
 def test_what_cannot_be_answered_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:

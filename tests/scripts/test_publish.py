@@ -230,7 +230,8 @@ def test_a_head_measured_at_several_loads_is_served_by_load(run: Path) -> None:
     card = collect(run, REPO).card
     assert "Draft tokens by load, greedy: 2 up to 4 requests (1.10x \\[1.05, 1.20\\] at 4), none above." in card
     taken = '"num_speculative_tokens": 2, "num_speculative_tokens_per_batch_size": [[1, 4, 2], [5, 100000, 0]]'
-    here = head_facts(load_head(run / "head"), str(run), measurements=results.measurements).serve
+    target = load_target(read_config(run / "head")["target"]["name"])
+    here = head_facts(load_head(run / "head"), str(run), target, measurements=results.measurements).serve
     assert here is not None and taken in here and card.count(taken) == 1
 
 

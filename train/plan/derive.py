@@ -200,6 +200,8 @@ def derive(source: Source, first: Recipe, launch: "Launch") -> tuple["Plan", str
     rate = METHODS[first.head.kind].rate * (ADAMW_RATE if optimizer == "adamw" else 1)
     fill(tree, "train", lr=float(f"{rate / config.hidden_size:.1e}"))
     plan = largest_batch(source, launch, batch_sizes, size.memory * launch.memory_bytes)
+    if first.train.max_steps is None:
+        plan.likely_steps = math.ceil(tree["train"]["epochs"] * tokens / plan.step_tokens)
     depth = DEPTH if first.head.kind == "draft" else len(plan.head.depth_weights)
     fill_measurements(tree, depth, lengths.prompt, len(chosen) or MIN_HELD_OUT, size)
     plan.recipe = checked(source)
@@ -279,7 +281,7 @@ def fill_steps(source: Source, first: Recipe, launch: "Launch", lengths: Lengths
         tree["train"]["epochs"] = min(max(EPOCHS, math.ceil(FEW_STEPS / epoch)), MAX_EPOCHS)
     steps = train.max_steps or math.ceil(tree["train"]["epochs"] * epoch)
     print_line(
-        f"about {steps:,} steps, if the answers have {lengths.answer // 2} tokens on average; the plan counts the most"
+        f"about {steps:,} steps, if answers have {lengths.answer // 2} tokens on average; the plan has also the most"
     )
     every = max(MIN_CHECKPOINT_STEPS, -(-steps // 4))
     fill(tree, "train", warmup_steps=steps // 20, checkpoint_every=every, batch_size=batch_sizes[0])

@@ -83,6 +83,8 @@ class Plan:
     def __init__(self, recipe: Recipe, launch: Launch) -> None:
         self.recipe = recipe
         self.launch = launch
+        self.likely_steps: int | None = None
+        """Steps of the run if the answers are half as long as they may be, where the data are known."""
         settings = recipe.target
         section = recipe.head
         self.bf16 = recipe.train.precision == "bf16"

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from eval.data.prompts import split_prompts, spread
+from eval.measure.machine import busy_cores
 from eval.pages.texts import count as short
 from eval.pages.texts import number, plural, with_interval
 from eval.records.result_folders import short_name
@@ -55,12 +56,14 @@ def print_plan(plan: Plan, tflops: list[float] | None) -> None:
     check_fit(plan.recipe, plan.target, plan.head)
     if plan.launch.features == "sharded" and plan.launch.processes == 1:
         raise UserError(ALONE)
-    text = "\n".join(plan_lines(plan, tflops or [device_tflops(plan)]))
+    text = "\n".join(plan_lines(plan, tflops))
     if os.environ.get("RANK", "0") == "0":
         print(text, flush=True)
 
 
-def plan_lines(plan: Plan, rates: list[float]) -> Iterator[str]:
+def plan_lines(plan: Plan, tflops: list[float] | None) -> Iterator[str]:
+    used = busy_cores(torch.device(plan.launch.device))
+    rates = tflops or [device_tflops(plan, is_busy=used is not None)]
     recipe = plan.recipe
     launch = plan.launch
     train = plan.recipe.train
@@ -85,7 +88,7 @@ def plan_lines(plan: Plan, rates: list[float]) -> Iterator[str]:
     sizes |= {"  of these, the target's features": plan.features_bytes, "whole": total, "the device's memory": memory}
     for name, size in sizes.items():
         yield _row(name, number(size / GIB, 2 if size >= 2**27 else 4))
-    yield from run_lines(plan, rates)
+    yield from run_lines(plan, rates, used)
     for file in sorted(CURVES.glob("*.json")):
         record = read_results(file)
         for curve in (head.curve for head in record.heads if head.kind == recipe.head.kind):
@@ -113,8 +116,8 @@ def served_line(verdicts: Sequence[Verdict]) -> str:
     return "; ".join([f"served by {served}", *others])
 
 
-def run_lines(plan: Plan, rates: list[float]) -> Iterator[str]:
-    """Yield the steps, operations and hours of a run."""
+def run_lines(plan: Plan, rates: list[float], used: float | None) -> Iterator[str]:
+    """Yield the steps, operations and hours of a run. `used`: cores that other processes use, if they are missed."""
     recipe = plan.recipe
     train = plan.recipe.train
     steps = max_steps(plan)
@@ -123,27 +126,36 @@ def run_lines(plan: Plan, rates: list[float]) -> Iterator[str]:
     yield _row("tokens a step", f"{plan.step_tokens:,}")
     if train.epochs is not None:
         yield _row("epochs of the data", f"{train.epochs:g}")
-    at_most = "" if train.epochs is None else ", at most"
-    if steps is not None:
-        yield _row(f"steps{at_most}", f"{steps:,}")
-        yield _row(f"tokens{at_most}", short(steps * plan.step_tokens))
     by_target, by_head = flops_per_token(plan)
     yield _row("GFLOP a token, target", f"{by_target / 1e9:.3g}")
     yield _row("GFLOP a token, head, at most", f"{by_head / 1e9:.3g}")
-    if steps is not None:
-        yield _row("FLOP", f"{steps * plan.step_tokens * (by_target + by_head):.1e}")
-    for rate in rates:
-        what = "hours at" if steps is not None else "10^9 tokens: hours at"
-        tokens = 1e9 if steps is None else steps * plan.step_tokens
-        yield _hours(f"{what} {number(rate, 0 if rate >= 10 else 2)} TFLOP/s a device", hours(plan, rate, tokens))
+    if used is not None:
+        yield f"  hours of an idle machine: others use {used:.1f} of its cores now, so one thread's own time was taken"
+    at_most = "" if train.epochs is None else ", at most"
+    for number_of, how in ((plan.likely_steps, ", likely"), (steps, at_most)):
+        if number_of is None:
+            continue
+        tokens = number_of * plan.step_tokens
+        yield _row(f"steps{how}", f"{number_of:,}")
+        yield _row(f"tokens{how}", short(tokens))
+        yield _row(f"FLOP{how}", f"{tokens * (by_target + by_head):.1e}")
+        for rate in rates:
+            yield _hours(f"hours at {_rate(rate)}{how}", hours(plan, rate, tokens))
+    for rate in rates if steps is None else ():
+        yield _hours(f"10^9 tokens: hours at {_rate(rate)}", hours(plan, rate, 1e9))
     if answers is not None and answers.server is None and (prompts := answered_prompts(recipe)) is not None:
-        answering = decoding_hours(plan, prompts, answers.new_tokens, answers.batch_size)
+        answering = decoding_hours(plan, prompts, answers.new_tokens, answers.batch_size, is_busy=used is not None)
         yield _hours("hours of the answers before, an estimate", answering)
     if steps is not None:
         points = len(with_steps(recipe, steps).train.measured_steps)
         prompts = points * recipe.eval.num_prompts * len(split_prompts(recipe.eval.prompts))
-        measuring = decoding_hours(plan, prompts, recipe.eval.max_new_tokens, recipe.eval.batch_size)
+        new_tokens, batch_size = recipe.eval.max_new_tokens, recipe.eval.batch_size
+        measuring = decoding_hours(plan, prompts, new_tokens, batch_size, is_busy=used is not None)
         yield _hours(f"hours of {plural(points, 'measurement')}, an estimate", measuring)
+
+
+def _rate(tflops: float) -> str:
+    return f"{number(tflops, 0 if tflops >= 10 else 2)} TFLOP/s a device"
 
 
 def _row(name: str, value: str) -> str:
@@ -187,14 +199,15 @@ def hours(plan: Plan, tflops: float, tokens: float) -> float:
     return tokens * sum(flops_per_token(plan)) / (tflops * 1e12 * plan.launch.processes) / 3600
 
 
-def device_tflops(plan: Plan) -> float:
+def device_tflops(plan: Plan, *, is_busy: bool = False) -> float:
     """Return the TFLOP/s of one device: `H100` of a GPU; of a CPU, which all processes share, what a product of a
     micro-batch reaches here."""
     if plan.launch.device == "cuda":
         return H100
     rows = plan.recipe.train.batch_size * plan.recipe.data.context_length
     dtype = torch.bfloat16 if plan.bf16 else torch.float32
-    reached = measured_tflops(dtype, min(rows, MAX_PRODUCT), min(plan.target.hidden_size, MAX_PRODUCT))
+    width = min(plan.target.hidden_size, MAX_PRODUCT)
+    reached = measured_tflops(dtype, min(rows, MAX_PRODUCT), width, is_busy=is_busy)
     return reached * _share_of_cores(plan.launch)
 
 
@@ -202,7 +215,7 @@ def _share_of_cores(launch: Launch) -> float:
     return min(1.0, len(os.sched_getaffinity(0)) / (launch.processes * torch.get_num_threads()))
 
 
-def decoding_hours(plan: Plan, prompts: int, new_tokens: int, batch_size: int) -> float:
+def decoding_hours(plan: Plan, prompts: int, new_tokens: int, batch_size: int, *, is_busy: bool = False) -> float:
     """Return the hours in which the target answers so many prompts on these devices, without the prompts' own passes. A
     step of a batch takes a GPU the time to read the weights, or to compute; of a CPU, what a product of so many rows
     with a large matrix reaches here."""
@@ -210,7 +223,7 @@ def decoding_hours(plan: Plan, prompts: int, new_tokens: int, batch_size: int) -
     if plan.launch.device == "cuda":
         seconds = max(plan.target_bytes / H100_BANDWIDTH, flops / (H100 * 1e12))
     else:
-        seconds = flops / (1e12 * measured_tflops(torch.float32, batch_size, DECODING_WIDTH))
+        seconds = flops / (1e12 * measured_tflops(torch.float32, batch_size, DECODING_WIDTH, is_busy=is_busy))
         seconds /= _share_of_cores(plan.launch)
     return prompts * new_tokens / batch_size * seconds / 3600 / plan.launch.processes
 

@@ -1,4 +1,4 @@
-"""The keys of a recipe, as --help prints them and as recipes/KEYS.md lists them: from pydantic's JSON schema."""
+"""The keys of a recipe, as --help all prints them and as recipes/KEYS.md lists them: from pydantic's JSON schema."""
 
 import json
 import textwrap
@@ -48,7 +48,7 @@ def keys_page(recipe: type[BaseModel]) -> str:
     lines = [
         "# Keys of a recipe",
         "",
-        "`python scripts/write_pages.py` writes this page. `python train/eagle.py --help` lists the keys of one kind.",
+        "`python scripts/write_pages.py` writes this page. `python train/eagle.py --help all` lists those of one kind.",
         "With `extends`, a file names [another one](README.md), whose settings it takes over and changes.",
     ]
     for title, about, keys in tables:

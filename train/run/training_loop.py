@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from eval.core.command_line import print_line
 from eval.core.progress import Progress
 from eval.data.chat_template import with_arguments
-from eval.measure.machine import contention, setup_line
+from eval.measure.machine import settle_threads, setup_line
 from eval.records.schema import TauFigures
 from heads.core.contract import DraftHead
 from heads.core.errors import UserError
@@ -69,7 +69,7 @@ def fit(recipe: Recipe, run: Run) -> Outcome:
     asking = with_arguments(tokenizer, target.template)
     tracker.say(setup_line(target, {"no": "fp32"}.get(accelerator.mixed_precision, "bf16")))
     if accelerator.num_processes == 1:  # a process of a larger launch would report the other ones
-        print_line(contention(accelerator.device))
+        print_line(settle_threads(accelerator.device))
     section = recipe.head
     unfilled = make_head(section, target, torch.zeros(target.vocab_size, dtype=torch.int64))
     check_fit(recipe, target, unfilled)
@@ -111,6 +111,9 @@ def fit(recipe: Recipe, run: Run) -> Outcome:
     torch.manual_seed(seed)
     with Progress("computing the initial weights of the head"):
         head: nn.Module = make_head(section, target, counts).to(target.device, torch.float32)
+    if (vocabulary := cast(DraftHead, head).vocabulary) is not None and len(vocabulary) < len(counts):
+        share = float(counts[vocabulary.cpu()].sum() / counts.sum().clamp(min=1))
+        tracker.say(f"{len(vocabulary):,} of {len(counts):,} tokens can be drafted, {share:.1%} of the labels")
     if started := cast(DraftHead, head).started:
         tracker.say(f"head.init_from: {started}")
     measured = copy.deepcopy(head).to(target.dtype).eval()

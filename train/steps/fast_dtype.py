@@ -57,15 +57,20 @@ def _seconds(dtype: torch.dtype) -> float:
     return min(once() for _ in range(REPEATS))
 
 
-def measured_tflops(dtype: torch.dtype, rows: int, width: int) -> float:
+def measured_tflops(dtype: torch.dtype, rows: int, width: int, *, is_busy: bool = False) -> float:
     """Return the TFLOP/s of this process's threads in a product (rows, width) x (width, width), the median of half a
-    second of timings."""
-    x = torch.ones(rows, width, dtype=dtype)
-    weight = torch.ones(width, width, dtype=dtype)
-    torch.nn.functional.linear(x, weight)
-    seconds = []
-    begun = time.perf_counter()
-    while (started := time.perf_counter()) < begun + 0.5:
+    second of timings. `is_busy`: others use the cores; return what one thread reaches in its own CPU time, times the
+    number of threads, which does not depend on them."""
+    x, weight = torch.ones(rows, width, dtype=dtype), torch.ones(width, width, dtype=dtype)
+    threads, clock = torch.get_num_threads(), time.thread_time if is_busy else time.perf_counter
+    torch.set_num_threads(1 if is_busy else threads)
+    try:
         torch.nn.functional.linear(x, weight)
-        seconds.append(time.perf_counter() - started)
-    return 2e-12 * rows * width**2 / median(seconds)
+        seconds, begun = [], time.perf_counter()
+        while time.perf_counter() < begun + 0.5:
+            started = clock()
+            torch.nn.functional.linear(x, weight)
+            seconds.append(clock() - started)
+    finally:
+        torch.set_num_threads(threads)
+    return (threads if is_busy else 1) * 2e-12 * rows * width**2 / median(seconds)

@@ -130,7 +130,8 @@ def test_fewer_prompts_are_spread_over_the_suite(tmp_path: Path, tokenizer: PreT
 
 REFUSED = {
     '{"answer": "x"}': "expected a prompt in one of turns, messages",
-    '{"prompt": ""}': "expected a prompt in one of turns, messages",
+    '{"prompt": ""}': "prompt: the prompt is empty",
+    '{"messages": []}': "messages: the prompt is empty",
     '{"turns": [1, 2]}': "turns: expected text",
     '{"messages": [{"role": "assistant", "content": "x"}]}': "messages: expected a message of role",
 }

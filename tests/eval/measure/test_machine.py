@@ -5,21 +5,23 @@ import time
 import pytest
 import torch
 
-from eval.measure.machine import contention
+from eval.measure.machine import settle_threads
 
 CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
-    ("others", "threads", "said"),
+    ("others", "threads", "wanted", "said"),
     [
-        ([0.0, 0.0], 2, None),
-        ([100.0, 20.0], 2, "other processes use 1.2 of the 2 cores on which 2 threads are to run here"),
-        ([100.0, 100.0], 1, None),  # one thread waits for no other
+        ([0.0, 0.0], 2, None, None),
+        ([100.0, 20.0], 2, None, "use 1.2 of the 2 cores on which 2 threads were to run here"),
+        ([100.0, 20.0], 2, "2", "OMP_NUM_THREADS=1 before the command may make it many times faster"),
+        ([100.0, 20.0], 1, None, None),  # one thread needs no more than what is left
+        ([100.0, 90.0], 1, None, "use 1.9 of the 2 cores: times measured now are of a busy machine"),
     ],
 )
 def test_only_other_processes_are_held_against_a_run(
-    others: list[float], threads: int, said: str | None, monkeypatch: pytest.MonkeyPatch
+    others: list[float], threads: int, wanted: str | None, said: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The machine is a made one; this process's work on it is real."""
 
@@ -32,6 +34,12 @@ def test_only_other_processes_are_held_against_a_run(
     monkeypatch.setattr("psutil.cpu_percent", look)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    advice = contention(CPU)
-    assert advice is None if said is None else advice is not None and said in advice and "OMP_NUM_THREADS=1" in advice
-    assert contention(torch.device("cuda")) is None
+    taken: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", taken.append)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if wanted:
+        monkeypatch.setenv("OMP_NUM_THREADS", wanted)
+    line = settle_threads(CPU)
+    assert line is None if said is None else line is not None and said in line
+    assert taken == [1] * (said is not None and threads > 1 and wanted is None)
+    assert settle_threads(torch.device("cuda")) is None

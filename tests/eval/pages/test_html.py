@@ -15,7 +15,7 @@ import pytest
 
 from eval import report
 from eval.core.command_line import exit_status
-from eval.pages.html import render_page, render_several
+from eval.pages.html import render_page, render_several, tone
 from eval.records.schema import Results
 from tests.eval.conftest import Bench
 from tests.support.curves import learning_curve
@@ -111,6 +111,23 @@ def test_several_results_are_one_page(
     assert "--out: is of several" in capsys.readouterr().err
 
 
+def test_verdicts_of_several_targets_stand_with_their_names_and_colours(results: dict[str, Any]) -> None:
+    other = copy.deepcopy(results)
+    other["target"] |= {"name": "org/other", "fingerprint": "other"}
+    page = render_several([Results.model_validate(each) for each in (results, other)])
+    blocks = re.findall(r'<section class="model"><h2>(.*?)</h2>\s*<p class="box (\w+)">', page)
+    assert (
+        len(blocks) == 2 and blocks[0][0] != blocks[1][0] and {tone for _, tone in blocks} <= {"good", "warn", "plain"}
+    )
+    lines = (
+        "a chain:3 pays, in this runtime only: 2x",
+        "a may pay: 1x",
+        "whether a draft pays is not decided",
+        "no draft pays",
+    )
+    assert [*map(tone, lines)] == ["good", "warn", "warn", "plain"]
+
+
 def test_a_run_that_is_not_measured_yet_is_a_page_of_its_curves(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -135,4 +152,4 @@ def test_a_report_imports_no_model_code(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    assert "chain:3 pays: 1.41x [1.25, 1.58] greedy" in done.stdout
+    assert "chain:3 pays: 1.41x [1.25, 1.58] on 16 prompts, greedy" in done.stdout

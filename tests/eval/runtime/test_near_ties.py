@@ -1,12 +1,13 @@
 """The audit of a text that differs: given token by token, and what counts as a near-tie."""
 
+import math
 from typing import Any
 
 import pytest
 import torch
 
 from eval.runtime.engine import Request
-from eval.runtime.near_ties import FAR, NEAR, Mismatch, check_near_tie, find_mismatches
+from eval.runtime.near_ties import FAR, NEAR, Edges, Mismatch, check_near_tie, find_mismatches
 from eval.runtime.rules import Match
 from eval.runtime.sampling_params import Sampling
 from heads.registry import build_untrained
@@ -54,6 +55,30 @@ def test_two_units_in_the_last_place_are_near() -> None:
     assert Mismatch(3, 1, 2, gap=0.25, ulp=0.125).is_within(NEAR) and not Mismatch(
         3, 1, 2, gap=0.26, ulp=0.125
     ).is_within(NEAR)
+
+
+E, ODDS = 1e-4, 1 / (math.exp(-0.5) + math.exp(-0.6))
+EDGES: list[tuple[Sampling, list[float], list[float], int, float]] = [
+    # (sampling, logits, noise, token, distance): the token at rank 4 has the highest score, and misses top-k by E
+    (Sampling(temperature=1.0, top_k=3), [5, 4, 3, 3 - E, 0], [0, 0, 0, 9, 0], 3, E),
+    # the token at rank 3 has the highest score and passes by E: without it token 0 is chosen
+    (Sampling(temperature=1.0, top_k=3), [5, 4, 3, 3 - E, 0], [2, 0, 9, 0, 0], 0, E),
+    # the edge of min-p at half the likeliest's probability, at T = 2
+    (Sampling(temperature=2.0, min_p=0.5), [5, 5 - 2 * math.log(2) - E, 0], [0, 9, 0], 1, E),
+    (Sampling(temperature=2.0, min_p=0.5), [5, 5 - 2 * math.log(2) + E, 0], [0, 9, 0], 0, E),
+    # the odds of the mass before token 1 are ODDS, and those of the edge a factor e^-E or e^E from them
+    (Sampling(temperature=1.0, top_p=1 / (1 + math.exp(E) / ODDS)), [0, -0.5, -0.6], [0, 9, 0], 1, E),
+    (Sampling(temperature=1.0, top_p=1 / (1 + math.exp(-E) / ODDS)), [0, -0.5, -0.6], [0, 9, 0], 0, E),
+    # no filter is near: the scores count
+    (Sampling(temperature=1.0, top_k=2), [5, 4, 0], [0, 1 + E, 0], 0, E),
+    (Sampling(temperature=1.0, top_k=2), [5, 4, 0], [0, 0, 9], 2, math.inf),
+]
+
+
+def test_the_gap_at_the_edge_of_a_filter_is_the_distance_to_it() -> None:
+    for sampling, logits, noise, token, distance in EDGES:
+        edges = Edges(sampling, torch.tensor(logits).double(), torch.tensor(noise).double())
+        assert edges.gap(token, E / 16) == pytest.approx(distance, rel=0.02), (sampling, logits)
 
 
 def judged(target: FrozenTarget, shape: str, *, kind: str = "lookup:2", **options: Any) -> list[bool]:

@@ -37,13 +37,13 @@ def outcome(toy: Toy, shape: TreeShape, rule: str, *, likeliest: bool = False) -
     `likeliest`: the draft is not drawn, but the best children that there are.
     """
     K = shape.depth
-    pick: Any = EveryDraw(draws_of(shape), toy.vocab)
-    proposal, prefixes = toy.grow(shape, pick, len(pick.ways))
-    drawn = pick.likeliest if likeliest else pick.weight
-    assert abs(drawn.sum() - 1) < EXACT
+    pick: Any = EveryDraw(draws_of(shape) if rule != "likeliest" else [], toy.vocab)
     sampling = RowSampling(len(pick.ways))
     sampling.temperature.fill_(1.0)
     judging = Rejection(rule, shape, sampling, NO_TARGET)
+    proposal, prefixes = toy.grow(shape, judging.begin() if rule == "likeliest" else pick, len(pick.ways))
+    drawn = pick.likeliest if likeliest else pick.weight
+    assert abs(drawn.sum() - 1) < EXACT
     judging.draws = pick
     verdict = judging.accept_probs(proposal, toy.at(prefixes, proposal.depths))
     assert ((verdict.accept_prob >= 0) & (verdict.accept_prob <= 1)).all() and (verdict.residual >= 0).all()
@@ -92,6 +92,18 @@ def test_copied_chains_have_the_targets_distribution(rule: str, skipped: bool) -
         distribution, tokens = outcome(distributions, CHAIN, rule)
         assert distance(distributions, distribution, CHAIN) < EXACT
         assert 1 < tokens < 4
+
+
+@pytest.mark.parametrize(
+    "shape", [CHAIN, *map(parse_shape, ("static:2.2", "static:3.1", "tree:3x2x6")), UNEVEN, DEEP], ids=str
+)
+def test_the_likeliest_tokens_leave_the_targets_distribution_in_any_tree(shape: TreeShape) -> None:
+    """The first is accepted with the target's probability of it, as vLLM does by default."""
+    for support in (None, 1):
+        toy = Toy(3, shape.depth + 1, 7, support)
+        distribution, tokens = outcome(toy, shape, "likeliest")
+        assert distance(toy, distribution, shape) < EXACT
+        assert 1 + float(toy.p[0][0, toy.q[0].argmax()]) - EXACT <= tokens <= shape.depth + 1
 
 
 @pytest.mark.parametrize("support", [None, 2, 1])  # 1: siblings that q cannot have given

@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 from heads.core.engines import ENGINES, LLAMACPP, LOCAL_ENGINES, MLX, OPENVINO, SGLANG, VLLM
+from heads.core.tree import parse_shape
 from heads.formats.eagle3 import EAGLE
-from heads.formats.engine_folder import Verdict, behind_lookup, why_unfit
+from heads.formats.engine_folder import Setting, Verdict, behind_lookup, why_unfit
 from heads.formats.medusa import MEDUSA, OLD_VLLM
 from heads.formats.mtp import mtp_engine_config
 from heads.published import read_published
@@ -39,7 +40,7 @@ def verdicts(folder: Path, **changes: Any) -> dict[str, Verdict]:
     if changes:
         record = read_config(folder)
         change_config(folder, draftsmith=record | {"target": record["target"] | changes})
-    found = check_loaders(folder, name="ann/a-head", base="org/target", steps=4)
+    found = check_loaders(folder, Setting(head="ann/a-head", target="org/target", steps=4))
     assert [verdict.reader for verdict in found[:2]] == list(ENGINES)
     assert all(verdict.serves or "\n" not in verdict.reason for verdict in found)
     return {verdict.reader: verdict for verdict in found if verdict.command or verdict.reader not in LOCAL_ENGINES}
@@ -64,7 +65,7 @@ def test_fewer_draft_tokens_by_load_are_for_methods_that_take_them(
     kind: str, settings: dict[str, Any], takes: bool, target: FrozenTarget, tmp_path: Path
 ) -> None:
     schedule = [(1, 4, 4), (5, 16, 2), (17, 100, 0)]
-    found = check_loaders(save(tmp_path / "head", target, kind, **settings), steps=4, schedule=schedule)
+    found = check_loaders(save(tmp_path / "head", target, kind, **settings), Setting(steps=4, schedule=schedule))
     told = {verdict.reader: verdict for verdict in found if "per_batch_size" in verdict.shown}
     assert told.keys() == ({VLLM} if takes else set())
     for verdict in told.values():
@@ -74,7 +75,7 @@ def test_fewer_draft_tokens_by_load_are_for_methods_that_take_them(
 
 
 def test_llama_cpp_alone_drafts_by_a_lookup_or_by_a_head(target: FrozenTarget, tmp_path: Path) -> None:
-    vllm = check_loaders(save(tmp_path / "head", target, "eagle3"), steps=4)[0]
+    vllm = check_loaders(save(tmp_path / "head", target, "eagle3"), Setting(steps=4))[0]
     assert "drafts by a lookup or by a head, not by both" in behind_lookup(vllm, 2, 4).reason
     server = "llama-server -m target.gguf -md head.gguf --spec-type draft-eagle3 --spec-draft-n-max 4"
     found = behind_lookup(Verdict("llama.cpp", f"convert\n{server}", None, ()), 2, 4)
@@ -135,7 +136,9 @@ def test_what_vllms_kernels_take_of_xpress(target: FrozenTarget, tmp_path: Path)
     found = verdicts(save(tmp_path / "head", target, "xpress", xpress_rank=24, **settings))
     assert not serving(found) and "power of two" in found[VLLM].reason and not found[VLLM].errors
     folder = save(tmp_path / "other", target, "xpress", xpress_rank=16, **settings)
-    assert '"num_speculative_tokens": 4' in check_loaders(folder, steps=2)[0].command
+    assert '"num_speculative_tokens": 4' in check_loaders(folder, Setting(steps=2))[0].command
+    measured = check_loaders(folder, Setting(steps=2, tree=parse_shape("chain:2")))[0]
+    assert not measured.is_as_measured and "drafts 4 tokens a round with this head, not 2" in str(measured.otherwise)
     config = json.loads((folder / "config.json").read_text())
     assert (config["xpress_num_passes"], config["xpress_block_size"], config["xpress_topc"]) == (4, 5, 128)
 
@@ -179,6 +182,37 @@ def test_an_eagle3_head_is_what_every_reader_loads(
     )
 
 
+def test_a_command_has_all_that_was_measured(target: FrozenTarget, tmp_path: Path) -> None:
+    """Or there is none: vLLM drafts no tree, and no engine a static one or a target without its adapter."""
+    folder = save(tmp_path / "head", target, "eagle3")
+
+    def found(tree: str, **changes: Any) -> list[Verdict]:
+        shape = parse_shape(tree)
+        return check_loaders(folder, Setting(steps=shape.depth, tree=shape, **changes))[:2]
+
+    given: dict[str, Any] = {"template": {"enable_thinking": False}, "overrides": {"min_p": 0}}
+    vllm, sglang = found("chain:3", rule="block", **given)
+    words = shlex.split(vllm.command)
+    options = {name: json.loads(value) for name, value in zip(words[3::2], words[4::2], strict=True)}
+    assert options == {
+        "--default-chat-template-kwargs": given["template"],
+        "--override-generation-config": given["overrides"],
+        "--speculative-config": {
+            **{"method": "eagle3", "model": "HEAD", "num_speculative_tokens": 3},
+            **{"draft_sample_method": "probabilistic", "rejection_sample_method": "block"},
+        },
+    }
+    assert "min_p 0" in vllm.shown and "chat_template_kwargs" not in vllm.shown
+    assert 'requests need chat_template_kwargs {"enable_thinking": false}' in sglang.shown
+    assert "draft_sample_method" not in found("chain:3", rule="likeliest")[0].command
+    vllm, sglang = found("tree:3x4x12")
+    assert "tree:3x4x12; measure a chain (--tree chain:3)" in str(vllm.otherwise) and sglang.is_as_measured
+    assert "--speculative-num-steps 3 --speculative-eagle-topk 4 --speculative-num-draft-tokens 12" in sglang.command
+    assert not [verdict for verdict in found("static:2.1") if verdict.is_as_measured]
+    verdicts(folder, adapter="org/adapter")
+    assert not [verdict for verdict in found("chain:3") if verdict.is_as_measured]
+
+
 @pytest.mark.parametrize(
     ("kind", "settings", "trained"),
     [
@@ -193,7 +227,7 @@ def test_a_command_that_drafts_more_than_was_trained_says_so(
 ) -> None:
     folder = save(tmp_path / "head", target, kind, **settings)
     for steps, warned in ((trained, False), (trained + 1, kind != "draft")):
-        for verdict in check_loaders(folder, steps=steps)[:2]:
+        for verdict in check_loaders(folder, Setting(steps=steps))[:2]:
             assert ("more than the head was trained for, 4" in verdict.shown) == warned
             assert verdict.shown.startswith(verdict.command)
 
@@ -247,9 +281,8 @@ def test_which_heads_the_engines_for_one_machine_serve(
     kind: str, settings: dict[str, Any], readers: set[str], fault: str, target: FrozenTarget, tmp_path: Path
 ) -> None:
     folder = save(tmp_path / "head", target, kind, **settings)
-    found = {
-        verdict.reader: verdict for verdict in check_loaders(folder, name="ann/a-head", base="org/target", steps=4)
-    }
+    setting = Setting(head="ann/a-head", target="org/target", steps=4)
+    found = {verdict.reader: verdict for verdict in check_loaders(folder, setting)}
     assert {reader for reader in LOCAL_ENGINES if found[reader].serves} == readers
     names = ["llama.cpp", "openvino", "mlx"]
     assert fault in (why_unfit([*found.values()], names) or "")

@@ -8,7 +8,7 @@ import torch
 
 from heads.core.contract import Observation
 from heads.core.tree import parse_shape
-from heads.methods.untrained import Lookup, look_up
+from heads.methods.untrained import NOTHING, Lookup, look_up
 
 CAPACITY = 40
 
@@ -24,6 +24,26 @@ def reference(text: list[int], depth: int, ngram: int) -> tuple[int, list[int]]:
                     going.append(going[end + k])
                 return length, going[len(text) :]
     return 0, text[-1:] * depth
+
+
+def reference_of_vllm(text: list[int], depth: int, ngram: int) -> list[int]:
+    """The draft of vLLM's `ngram`: longest match first, the first of equals, and only what the text has."""
+    for length in range(min(ngram, len(text) - 1), 0, -1):
+        for end in range(length, len(text)):
+            if text[end - length : end] == text[-length:]:
+                return text[end : end + depth]
+    return []
+
+
+def test_the_draft_of_vllm_is_what_followed_the_longest_first_match() -> None:
+    chance = random.Random(0)
+    texts = [[5, 6, 7, 5, 6, 8, 5, 6], [5, 6, 7, 8]]
+    texts += [[chance.randrange(3) for _ in range(chance.randrange(1, 12))] for _ in range(60)]
+    for text in texts:
+        tokens, length = torch.tensor([[*text, *[9] * 4]]), torch.tensor([len(text) - 1])
+        ((drafted,), _) = look_up(tokens, length, 4, 2, earliest=True)
+        expected = reference_of_vllm(text, 4, 2)
+        assert drafted.tolist() == [*expected, *[NOTHING] * (4 - len(expected))]
 
 
 @pytest.mark.parametrize("ngram", [1, 2, 4])

@@ -260,13 +260,17 @@ def test_hours_are_those_of_the_device_that_is_planned_for(
 ) -> None:
     """A CPU's speed is measured, and its processes share its cores; only a GPU is taken for an H100."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("train.plan.plan_lines.busy_cores", lambda _: None)
     eagle["head"]["draft_vocab_size"] = 64
     assert device_tflops(plan_of(eagle, memory=80)) == pytest.approx(396, rel=0.01)
     alone, shared = (device_tflops(plan_of(eagle, processes=number)) for number in (1, 1000))
     assert 1e-4 < alone < 100 and shared < alone / 2
     assert attempt("eagle", [str(write_recipe(eagle)), "--plan"]) == 0
     said = capsys.readouterr().out
-    assert "hours at" in said and "396" not in said and " 0.0\n" not in said
+    assert "hours at" in said and "396" not in said and " 0.0\n" not in said and "idle machine" not in said
+    monkeypatch.setattr("train.plan.plan_lines.busy_cores", lambda _: 1.5)
+    assert attempt("eagle", [str(write_recipe(eagle)), "--plan"]) == 0
+    assert "hours of an idle machine: others use 1.5 of its cores" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("limit", "steps"), [(10, "5"), (None, None)])

@@ -1,4 +1,4 @@
-"""--help lists every key of the schema, with what a user needs to know of it."""
+"""--help is one screen, and --help all lists every key of the schema, with what a user needs to know of it."""
 
 import re
 from typing import get_args
@@ -32,6 +32,9 @@ def test_every_kind_of_head_has_settings() -> None:
 @pytest.mark.parametrize(("entry", "kind"), KINDS.items())
 def test_help_lists_the_settings_of_the_entry_s_kind(entry: str, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert attempt(entry, ["--help"]) == 0
+    screen = capsys.readouterr().out
+    assert len(screen.splitlines()) <= 40 and "--help all lists" in screen and not KEY.findall(screen)
+    assert attempt(entry, ["--help", "all"]) == 0
     assert {key[0] for key in KEY.findall(capsys.readouterr().out)} == listed(kind).keys()
     own = {"kind", "init_from", *METHODS[kind].settings.model_fields}
     assert {key.split(".")[1] for key in listed(kind) if key.startswith("head.")} == own
@@ -44,7 +47,7 @@ def test_every_key_has_a_meaning_in_sentences_and_the_schema_s_type_and_default(
     assert keys["eval.report.trees"][:2] == ("list of texts or null", "default null")
     assert keys["data.sources"][:2] == ("list of sections", "required")
     assert keys["head.lora.rank"][:2] == ("integer >= 1", "default 16")
-    assert keys["eval.rule"][:2] == ("match or ratio or block", "default match")
+    assert keys["eval.rule"][:2] == ("match or ratio or block or likeliest", "default match")
 
 
 def test_choices_in_words_are_all_of_them() -> None:
