@@ -36,7 +36,7 @@ def test_help_lists_the_settings_of_the_entry_s_kind(entry: str, kind: str, caps
     assert len(screen.splitlines()) <= 40 and "--help all lists" in screen and not KEY.findall(screen)
     assert attempt(entry, ["--help", "all"]) == 0
     assert {key[0] for key in KEY.findall(capsys.readouterr().out)} == listed(kind).keys()
-    own = {"kind", "init_from", *METHODS[kind].settings.model_fields}
+    own = {"kind", "init_from", "serve", *METHODS[kind].settings.model_fields}
     assert {key.split(".")[1] for key in listed(kind) if key.startswith("head.")} == own
 
 
