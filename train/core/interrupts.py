@@ -1,12 +1,16 @@
-"""Handling of SIGTERM and Ctrl-C: deferred during a step, immediate where nothing would be lost."""
+"""Handling of SIGTERM, SIGHUP and Ctrl-C: deferred during a step, immediate where nothing would be lost."""
 
+import os
+import select
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+HANGUP_MS = 200
+"""Time in which the programs of a closed terminal end."""
 
 
 class Interrupted(KeyboardInterrupt):
@@ -19,6 +23,7 @@ class Interrupts:
 
     A signal raises Interrupted at once. Inside `held()` it only sets `asked`, which the loop reads between two steps.
     A launcher often sends a second signal after the first, so repeated signals are ignored, except a second Ctrl-C.
+    SIGHUP stays ignored if it was, as under nohup.
     """
 
     def __init__(self) -> None:
@@ -27,7 +32,9 @@ class Interrupts:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
-        self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        under_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        handled = [number for number in SIGNALS if not (under_nohup and number == signal.SIGHUP)]
+        self._before = {number: signal.signal(number, self._handle) for number in handled}
         return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
@@ -55,6 +62,18 @@ class Interrupts:
             self._held = held
 
     def _handle(self, number: int, _: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            leave_terminal()
         again, self.asked = self.asked, True
         if (again and number == signal.SIGINT) or (not again and not self._held):
             raise Interrupted
+
+
+def leave_terminal() -> None:
+    """Discard further output to a terminal that is gone, or to a program that ended with it, such as tee: a line that
+    cannot be printed must not cost a checkpoint."""
+    for stream in (1, 2):
+        closed = select.poll()
+        closed.register(stream, 0)
+        if closed.poll(HANGUP_MS):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream)

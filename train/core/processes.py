@@ -48,7 +48,7 @@ def on_main(accelerator: Accelerator, action: Callable[[], T]) -> T:
 
 
 def tell_first(text: str) -> None:
-    """Print on standard error why this process ends, if it is the first process of its launch to end.
+    """Print on standard error why this process ends, if it is the first process of its machine to end.
 
     The other processes end for the same reason, or because the launcher or a broken connection stops them.
     """
@@ -59,9 +59,9 @@ def tell_first(text: str) -> None:
 
 
 def _is_first_to_end() -> bool:
-    """Return True if no process of this launch has ended before. They count in the store that the launcher or the first
-    process keeps. Without a store, return True."""
-    launch = [os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT")]
+    """Return True if no process of this launch on this machine has ended before. They count in the store that the
+    launcher or the first process keeps. Without a store, return True."""
+    launch = [os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "GROUP_RANK")]
     try:
         place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = TCPStore(*place, is_master=False, timeout=timedelta(seconds=5))

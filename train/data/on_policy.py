@@ -70,22 +70,28 @@ class Samples:
         write_text(self.file(begin), "".join(f"{json.dumps(tokens)}\n" for tokens in samples))
         return sum(map(len, samples))
 
-    def mixture(self, begin: int) -> Mixture:
-        """Return the data of the steps from `begin` to the next renewal."""
+    def read(self, begin: int) -> list[list[int]]:
+        """Return the samples of the steps from `begin` to the next renewal; there are none before the first one."""
         if begin == 0:
-            return self.base
-        file, settings, requests = self.file(begin), self.settings, self.requests(begin)
+            return []
+        file, number = self.file(begin), len(self.requests(begin))
         try:
             samples: list[list[int]] = [json.loads(line) for line in file.read_text("utf-8").splitlines()]
         except (OSError, ValueError):
             samples = []
-        if len(samples) != len(requests):
+        if len(samples) != number:
             raise UserError(
-                f"{file}: expected the {len(requests)} samples of step {begin}, which the run was learning from; "
+                f"{file}: expected the {number} samples of step {begin}, which the run was learning from; "
                 "restore the file, or begin anew in another output_dir"
             )
-        documents = []
-        for request, sample in zip(requests, samples, strict=True):
+        return samples
+
+    def mixture(self, begin: int, samples: list[list[int]]) -> Mixture:
+        """Return the data of the steps from `begin` to the next renewal, with their samples."""
+        if begin == 0:
+            return self.base
+        settings, documents = self.settings, []
+        for request, sample in zip(self.requests(begin), samples, strict=True):
             ids = [*request.prompt, *sample]
             first_label = 0 if settings.train_on_prompts else len(request.prompt)
             documents.append(Document.of(ids, np.arange(len(ids)) >= first_label))

@@ -144,6 +144,7 @@ def _tokenise_batch(
     if os.getpid() != process:  # one of several, which leaves signals to the run
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
     places = [f"{source}{place}" for place in batch["place"]]  # the file may have moved
     records = [*zip(places, map(json.loads, batch["record"]), strict=True)]
     rows: list[dict[str, Any]] = []

@@ -16,6 +16,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pydantic
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
@@ -101,12 +104,38 @@ def save_measurement(folder: Path, state: RunState) -> None:
 
 
 def load_checkpoint(strategy: Replicated, folder: Path) -> None:
-    """Load a checkpoint's weights and optimizer state. Called by every process; each reads the files itself. UserError
-    if they belong to another head or optimizer."""
+    """Load a checkpoint's weights and optimizer state. Called by every process; the main process reads the files.
+    UserError if they belong to another head or optimizer."""
+    tensors = [_read_on_main(strategy.accelerator, folder, name) for name in (HEAD, OPTIMIZER)]
     try:
-        strategy.load(load_file(folder / HEAD), load_file(folder / OPTIMIZER))
-    except (OSError, SafetensorError, ValueError, LookupError) as error:  # LookupError: a dtype unknown to torch
-        raise UserError(f"{folder}: cannot be resumed from ({first_line(error)}); {OR_ELSE}") from error
+        strategy.load(*tensors)
+    except (ValueError, LookupError) as error:
+        raise _unfit(folder, error) from error
+
+
+def _read_on_main(accelerator: Accelerator, folder: Path, name: str) -> dict[str, Tensor]:
+    """Return the tensors in a file of a checkpoint. The main process reads it and hands them on one by one, since the
+    other processes may be on machines without it."""
+    tensors: dict[str, Tensor] = {}
+
+    def read() -> dict[str, tuple[torch.Size, torch.dtype]]:
+        try:
+            tensors.update(load_file(folder / name))
+        except (OSError, SafetensorError, ValueError, LookupError) as error:  # LookupError: a dtype unknown to torch
+            raise _unfit(folder, error) from error
+        return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+
+    outlines = on_main(accelerator, read)
+    for name, (shape, dtype) in outlines.items() if accelerator.num_processes > 1 else ():
+        tensor = tensors[name] if accelerator.is_main_process else torch.empty(shape, dtype=dtype)
+        tensor = tensor.to(accelerator.device)
+        broadcast(tensor.reshape(-1).view(torch.uint8))
+        tensors[name] = tensor.cpu()
+    return tensors
+
+
+def _unfit(folder: Path, error: Exception) -> UserError:
+    return UserError(f"{folder}: cannot be resumed from ({first_line(error)}); {OR_ELSE}")
 
 
 def newest_checkpoint(folder: Path, say: Say) -> tuple[Path, RunState] | None:

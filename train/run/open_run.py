@@ -29,7 +29,7 @@ from train.recipe.recipe import Recipe, Target, load_recipe
 from train.run.checkpoints import begun_in
 from train.run.run_folder import RunFolder
 from train.run.tracking import Tracker
-from train.steps.accelerate_launch import load_recipe_target, make_accelerator
+from train.steps.accelerate_launch import describe_launch, load_recipe_target, make_accelerator
 from train.steps.stepper import rows_per_step
 
 
@@ -51,6 +51,7 @@ def open_run(recipe: Recipe) -> Iterator[Run]:
         folder = RunFolder(Path(recipe.output_dir))
         accelerator = make_accelerator(recipe.train, begun_in(folder.checkpoints), recipe.tracking, folder.path)
         tracker = Tracker(accelerator, folder, recipe.tracking, recipe.train.max_steps or 0)
+        tracker.say(describe_launch(accelerator))
         try:
             on_main(accelerator, folder.lock)
             yield Run(folder, accelerator, tracker, interrupts)

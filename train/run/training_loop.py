@@ -301,7 +301,8 @@ class Training:
                 "best_tau": state.best_tau,
                 "best_step": state.best_step,
                 "measuring_seconds": seconds,
-            }
+            },
+            left=sum(step > state.step for step in self.measured_steps),
         )
         on_main(self.accelerator, lambda: save_measurement(self.folder.checkpoints, state))
 
@@ -323,7 +324,9 @@ class Training:
             seconds = time.perf_counter() - started
             state.seconds += seconds
             self.interval.started += seconds
-        self.stepper.mixture, self.samples_of = samples.mixture(begin), begin
+        texts = on_main(self.accelerator, lambda: samples.read(begin))
+        self.stepper.mixture = samples.mixture(begin, texts)
+        self.samples_of = begin
 
     def _keep_head(self) -> None:
         state = self.state

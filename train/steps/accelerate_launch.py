@@ -1,9 +1,9 @@
 """An Accelerator in the form that `accelerate launch` requested, or a UserError.
 
-Accelerate runs some launches in another form than requested, with exit status 0: two processes become two unrelated
-runs that write the same files, DeepSpeed and FSDP are dropped on a machine without a GPU, gradients are not clipped
-under DeepSpeed, and a launcher killed by a signal leaves its process running. This module handles all such cases, so
-that the loop need not.
+Accelerate runs some launches in another form than requested, with exit status 0: two processes, or two machines, become
+unrelated runs that write the same files, DeepSpeed and FSDP are dropped on a machine without a GPU, gradients are not
+clipped under DeepSpeed, and a launcher killed by a signal leaves its process running. This module handles all such
+cases, so that the loop need not.
 """
 
 import fcntl
@@ -11,16 +11,25 @@ import os
 import tempfile
 import warnings
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import psutil
 import torch
-from accelerate import Accelerator
-from accelerate.utils import DistributedType, InitProcessGroupKwargs, ProjectConfiguration
+from accelerate import Accelerator, PartialState
+from accelerate.commands.config.config_args import default_config_file, load_config_from_file
+from accelerate.commands.launch import launch_command_parser
+from accelerate.utils import (
+    DistributedType,
+    InitProcessGroupKwargs,
+    ProjectConfiguration,
+    broadcast_object_list,
+    gather_object,
+)
 from transformers import PreTrainedTokenizerBase
 
 from eval.core.command_line import OFF
@@ -35,6 +44,8 @@ from train.steps.fast_dtype import fastest_dtype
 
 TIMEOUT = timedelta(hours=2)
 """Longest wait of a process for another one. It must exceed the time of a checkpoint or a measurement."""
+LAUNCHERS = ("accelerate", "accelerate-launch", "accelerate.commands.launch")
+"""Names of Accelerate's launcher in a command line."""
 
 
 def make_accelerator(
@@ -42,9 +53,10 @@ def make_accelerator(
 ) -> Accelerator:
     """Return the Accelerator of this launch, with the trackers of a run in `folder`.
 
-    Its `mixed_precision`, "bf16" or "no", follows `train.precision`. `begun_in`: the precision of the run to resume.
-    UserError if the launch cannot run in the form that it requests.
+    Its `mixed_precision`, "bf16" or "no", follows `train.precision`. `begun_in`: the precision of the run to resume,
+    as the first process knows it. UserError if the launch cannot run in the form that it requests.
     """
+    check_started()
     mode = wanted_mode()
     world = int(os.environ.get("WORLD_SIZE", "1"))
     on_gpu = torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "false").lower() not in ("true", "1")
@@ -53,7 +65,6 @@ def make_accelerator(
     os.environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None)
     group = InitProcessGroupKwargs(timeout=TIMEOUT)
     arguments: dict[str, Any] = {
-        "mixed_precision": _mixed_precision(settings, torch.device("cuda" if on_gpu else "cpu"), begun_in),
         "gradient_accumulation_steps": settings.grad_accum,
         "step_scheduler_with_optimizer": False,
         "kwargs_handlers": [group],
@@ -76,7 +87,10 @@ def make_accelerator(
     # Accelerate drops FSDP on a CPU, and `train.steps.parallel` uses torch's own. With the second variable,
     # transformers would load the target's weights only in the first process.
     hidden = {name: os.environ.pop(name, None) for name in ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")}
-    accelerator = Accelerator(**arguments)
+    PartialState(arguments.get("cpu", False), **group.to_kwargs())
+    (begun_in,) = broadcast_object_list([begun_in])  # the checkpoints may be on the first machine alone
+    precision = _mixed_precision(settings, torch.device("cuda" if on_gpu else "cpu"), begun_in)
+    accelerator = Accelerator(mixed_precision=precision, **arguments)
     if hidden["ACCELERATE_USE_FSDP"] is not None:
         os.environ["ACCELERATE_USE_FSDP"] = hidden["ACCELERATE_USE_FSDP"]
     if not on_gpu and mode != "deepspeed":
@@ -89,6 +103,11 @@ def make_accelerator(
         )
     if accelerator.state.deepspeed_plugin is not None:
         _check_deepspeed(accelerator.state.deepspeed_plugin.deepspeed_config)
+    if len(precisions := set(gather_object([accelerator.mixed_precision]))) > 1:
+        chosen = " and ".join(sorted({"no": "fp32"}.get(name, name) for name in precisions))
+        raise UserError(
+            f"train.precision: the machines of this launch chose {chosen}; give train.precision=fp32, or bf16"
+        )
     return accelerator
 
 
@@ -100,6 +119,56 @@ def trackers_of(tracking: Tracking) -> list[str]:
         if find_spec(name) is None:  # Accelerate would skip it
             raise UserError(f"tracking.{name}: not installed; pip install {name}, or leave it out")
     return names
+
+
+def check_started() -> None:
+    """Raise UserError if `accelerate launch` has started fewer processes than it was asked for, each of which would be
+    a run of its own. The command line and the file of the launcher say how many that are."""
+    if not is_launched():
+        return
+    for parent in psutil.Process().parents():
+        with suppress(psutil.Error, OSError):
+            words = parent.cmdline()
+            folder = parent.cwd()
+            names = [os.path.basename(word) for word in words[:4]]
+            at = next((n for n, name in enumerate(names) if name in LAUNCHERS), None)
+            if at is None or (names[at] == "accelerate" and names[at + 1 : at + 2] != ["launch"]):
+                continue
+            _check_started(words[at + 1 + (names[at] == "accelerate") :], folder)
+            return
+
+
+def _check_started(words: list[str], folder: str) -> None:
+    """`words`: the arguments of `accelerate launch`, given in a working folder."""
+    asked, _ = launch_command_parser().parse_known_args(words)
+    file = os.path.join(folder, asked.config_file) if asked.config_file else default_config_file
+    config = load_config_from_file(file) if os.path.isfile(file) and (asked.config_file or not asked.cpu) else None
+    processes = asked.num_processes or getattr(config, "num_processes", None)
+    machines = asked.num_machines or getattr(config, "num_machines", None) or 1
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if processes is None or processes <= started:
+        return
+    is_zero = asked.use_deepspeed or getattr(config, "distributed_type", None) == DistributedType.DEEPSPEED
+    remedy = "give --multi_gpu, also where there is no GPU, or a file of recipes/accelerate"
+    if asked.cpu:
+        remedy = "leave out --cpu, which starts one process; without a GPU the processes run on the CPU anyway"
+    elif is_zero and machines > 1:
+        remedy = (
+            "give --deepspeed_multinode_launcher standard, or set it in the deepspeed_config of the launcher's file"
+        )
+    raise UserError(
+        f"accelerate launch was asked for {processes} processes{f' on {machines} machines' * (machines > 1)} and has "
+        f"started {started} that know{'s' * (started == 1)} of no others, which would train alone; {remedy}"
+    )
+
+
+def describe_launch(accelerator: Accelerator) -> str:
+    """Return the number of processes and of machines of a launch, and how they share the head."""
+    world = accelerator.num_processes
+    local = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or world)
+    machines = -(-world // local)
+    shared = f", {wanted_mode()}" if world > 1 else ""
+    return f"{world} process{'es' * (world > 1)} on {machines} machine{'s' * (machines > 1)}{shared}"
 
 
 def wanted_mode() -> str:

@@ -122,7 +122,7 @@ def test_samples_are_the_drafts_own_and_are_learnt_from(small: Settings, target:
     head.load_state_dict(weights(folder, 4))
     _, written = load_data(data, 0, head, target, reader_of(tokenizer), folder)
     assert written is not None
-    pool = written.mixture(4).pools[0]
+    pool = written.mixture(4, written.read(4)).pools[0]
     rows = [pool.row(n).tokens[0] for n in range(len(pool))]
     prompts = [request.prompt for request in written.requests(4)]
     recorded = (folder / "on_policy/step-4.jsonl").read_text().splitlines()

@@ -5,6 +5,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import time
 from pathlib import Path
@@ -138,3 +139,41 @@ def test_the_process_that_fails_says_why_once(
         "the launcher's report"
     )
     assert "onnection closed" not in said and "train/entry.py" not in said, said
+
+
+@pytest.mark.parametrize("form", ["ddp", "fsdp", "zero2", "zero3"])
+def test_two_machines_with_disks_of_their_own_stop_and_go_on(form: str, small: Settings, tmp_path: Path) -> None:
+    small["train"] |= {"max_steps": 16, "checkpoint_every": 100}
+    recipe = write_recipe(small)
+    machines = [tmp_path / f"machine-{rank}" for rank in range(2)]
+    for folder in machines:
+        folder.mkdir()
+        shutil.copy(tmp_path / "data.jsonl", folder)
+
+    def launch() -> list[subprocess.Popen[str]]:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        flags = ["--num_processes", "2", "--num_machines", "2", "--main_process_ip", "127.0.0.1"]
+        flags += ["--main_process_port", str(port), "--machine_rank"]
+        return [
+            start(
+                recipe,
+                "output_dir=run",
+                "data.sources.0.path=data.jsonl",
+                launcher=[*form_launcher(form), *flags, str(rank)],
+                folder=folder,
+            )
+            for rank, folder in enumerate(machines)
+        ]
+
+    first = launch()
+    wait_for(machines[0] / "run", 2, first[0])
+    for launched in first:
+        launched.terminate()
+    for launched in first:
+        launched.communicate(timeout=120)
+    stopped = last_step(machines[0] / "run")
+    said = [finish(launched) for launched in launch()]
+    assert f"2 processes on 2 machines, {'deepspeed' if 'zero' in form else form}" in said[0]
+    assert "resumed from" in said[0] and 2 <= stopped < last_step(machines[0] / "run") == 16
+    assert (machines[0] / "run/results.json").is_file() and not (machines[1] / "run").exists()

@@ -102,7 +102,9 @@ def test_float32_is_refused_for_a_target_that_is_narrower(settings: Settings) ->
         run(settings)
 
 
-@pytest.mark.parametrize(("number", "optimizer"), [(signal.SIGTERM, "adamw"), (signal.SIGINT, "muon")])
+@pytest.mark.parametrize(
+    ("number", "optimizer"), [(signal.SIGTERM, "adamw"), (signal.SIGINT, "muon"), (signal.SIGHUP, "adamw")]
+)
 def test_an_interrupted_run_goes_on_bit_for_bit(
     number: signal.Signals, optimizer: str, settings: Settings, tmp_path: Path
 ) -> None:
@@ -119,6 +121,15 @@ def test_an_interrupted_run_goes_on_bit_for_bit(
     assert {**states[0], "seconds": 0} == {**states[1], "seconds": 0}
     for ours, whole in zip(lines(broken), lines(unbroken), strict=True):  # one of them is of an interval cut in two
         assert ours | TIMINGS == whole | TIMINGS
+
+
+def test_a_run_under_nohup_goes_on(settings: Settings) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with signal_at(3, signal.SIGHUP):
+            run(settings)
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.parametrize(("step", "text"), [(3, None), (6, '{"measured_step": 9}')])

@@ -1,11 +1,14 @@
 """Launches that are not what they say are refused."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from heads.core.errors import UserError
+from tests.support.processes import ROOT
 from train.recipe.recipe import Train
-from train.steps.accelerate_launch import make_accelerator
+from train.steps.accelerate_launch import check_started, make_accelerator
 from train.steps.fast_dtype import fastest_dtype
 
 SETTINGS = Train(max_steps=1)
@@ -26,6 +29,32 @@ def test_wrong_launches(environment: dict[str, str], fault: str, monkeypatch: py
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=fault):
         make_accelerator(SETTINGS)
+
+
+MACHINES = ["--num_machines", "2", "--machine_rank", "1"]
+APART = [
+    (["accelerate", "launch", "--cpu", "--config_file", "recipes/accelerate/ddp.yaml", *MACHINES], "leave out --cpu"),
+    (["python", "-m", "accelerate.commands.launch", "--num_processes", "4"], "give --multi_gpu"),
+    (
+        ["accelerate-launch", "--use_deepspeed", "--num_processes", "2", *MACHINES],
+        "deepspeed_multinode_launcher standard",
+    ),
+]
+
+
+@pytest.mark.parametrize(("words", "remedy"), APART)
+def test_processes_that_a_launcher_left_alone(words: list[str], remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher is the parent of the process, or a parent of that, and its file and its options say what it was to
+    start."""
+    between = SimpleNamespace(cmdline=lambda: ["deepspeed", "train/eagle.py"], cwd=lambda: "/")
+    launcher = SimpleNamespace(cmdline=lambda: [*words, "train/eagle.py", "--plan"], cwd=lambda: str(ROOT))
+    monkeypatch.setattr("psutil.Process", lambda: SimpleNamespace(parents=lambda: [between, launcher]))
+    check_started()  # not started by a launcher
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    with pytest.raises(UserError, match=f"asked for .* and has started 1 .*{remedy}"):
+        check_started()
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    check_started()
 
 
 def test_the_recipe_decides_precision_and_accumulation(monkeypatch: pytest.MonkeyPatch) -> None:
