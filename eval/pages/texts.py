@@ -24,6 +24,8 @@ NOT_RELIABLE = "not measured"
 LOCAL_MODEL = "a local model"
 """Public name of a target that is a local folder."""
 BRACKETS = "Brackets are 95% bootstrap intervals over prompts."
+ENOUGH_DRAWS = 2000
+"""Sampled tokens that tell a probability of 0.90 from 0.85."""
 
 
 def number(value: float | None, digits: int = 2) -> str:
@@ -137,7 +139,8 @@ def speculative_text(m: Measurement) -> str:
 
 
 def first_token_text(m: Measurement) -> str:
-    return f"{number(m.first_token_ms.p50, 1)} ms"
+    text = number(m.first_token_ms.p50, 1)
+    return text if text == MISSING else f"{text} ms"
 
 
 def reached(alpha: Sequence[float | None]) -> Sequence[float | None]:
@@ -150,7 +153,7 @@ def reached(alpha: Sequence[float | None]) -> Sequence[float | None]:
 def exact_cell(exact: Exact) -> str:
     """Return the number of prompts with plain decoding's output, as in `12 of 12`, or `in distribution`."""
     if exact.identical is None:
-        return "not compared" if exact.against else "in distribution"
+        return "in distribution" if exact.against in (None, "distribution") else "not compared"
     return f"{exact.identical} of {exact.prompts}{near_tie_text(exact)}"
 
 
@@ -258,23 +261,34 @@ def subtitle(results: Results) -> str:
 
 def audit_line(results: Results) -> str:
     """Return the line that states how many outputs were the target's own."""
-    exact, settings = results.exact, len(results.measurements)
+    exact = results.exact
+    drawn = [m for m in results.measurements if m.exact.draws is not None]
+    sampled = "; ".join(f"at T = {m.temperature:g}{point_of(m)}, {m.exact.draws}{few_draws(m)}" for m in drawn)
+    if exact.against == "distribution":
+        return sampled
     if exact.against == "nothing":
         return (
-            "texts were not compared: greedy ones are, with the target here (--target) or with a plain server "
-            "(--plain-server)"
+            "texts were not compared: with the target here (--target) greedy ones are compared with plain decoding's, "
+            "and sampled ones with its distribution; a plain server (--plain-server) is compared at temperature 0"
         )
+    more = f"; {sampled}" if sampled else ""
     if exact.against == "plain server":
-        return f"texts equal to the plain server's: {exact.identical} of {exact.prompts}"
+        return f"texts equal to the plain server's: {exact.identical} of {exact.prompts}{more}"
     if exact.greedy is not None:
         return (
             f"exact in distribution under rule {results.headline.rule}: sampled text is a draw from the target's "
             "distribution, another than plain decoding's; at temperature 0 plain decoding's own tokens: "
             f"{exact.greedy.identical} of {exact.greedy.prompts} prompts{near_tie_text(exact)}"
         )
-    pooled = f" ({exact.prompts // settings} prompts x {settings} settings)" if settings > 1 else ""
+    compared = sum(m.exact.identical is not None for m in results.measurements)
+    pooled = f" ({exact.prompts // compared} prompts x {compared} settings)" if compared > 1 else ""
     counted = f"{exact.identical} of {exact.prompts} prompts{pooled}{near_tie_text(exact)}"
-    return f"output identical to plain decoding: {counted}"
+    return f"output identical to plain decoding: {counted}{more}"
+
+
+def few_draws(m: Measurement) -> str:
+    assert m.exact.draws is not None
+    return ", too few to tell a small difference" if m.exact.draws.tokens < ENOUGH_DRAWS else ""
 
 
 def command_text(results: Results) -> str | None:

@@ -29,6 +29,7 @@ from eval.records.schema import (
     Target,
 )
 from eval.records.speedup_checks import (
+    HIDDEN,
     MACHINE_BUSY,
     TOO_FEW_TOKENS,
     best_index,
@@ -355,6 +356,8 @@ def warnings_about_figures(results: Results) -> Iterator[str]:
         yield "some texts are not the plain server's; only the target here could tell rounding from an error"
     if fewer := [f"{number(m.drafted)}{point_of(m)}" for m in measurements if adapts(m)]:
         yield f"by a rule of its own the server drafted fewer than {measurements[0].depth} tokens: {'; '.join(fewer)}"
+    if any(why_unreliable(m) == HIDDEN for m in measurements):
+        yield "the pieces of the server's answers cannot be all their tokens, such as reasoning: no speed is stated"
     if short := [m for m in measurements if why_unreliable(m) == TOO_FEW_TOKENS]:
         without = without_speedup(short, measurements)
         yield f"{TOO_FEW_TOKENS} were timed: {without}; allow more new tokens, or take more prompts"

@@ -121,8 +121,11 @@ def tags(kind: str, target: str) -> tuple[str, ...]:
 
 
 def run_place(run: Any) -> str:
-    if run.offline:
-        path = Path(run.sync_dir)
-        path = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-        return f"wandb: offline; upload the run with: wandb sync {shlex.quote(str(path))}"
-    return f"wandb: {run.url}"
+    """Return the address of a run or, offline, the command that uploads it. A run that was resumed has several parts,
+    which wandb uploads in the order of their names."""
+    if not run.offline:
+        return f"wandb: {run.url}"
+    folder = Path(run.sync_dir).parent
+    parts = [part for part in sorted(folder.glob(f"offline-run-*-{run.id}")) if not [*part.glob("*.synced")]]
+    here = [part.relative_to(Path.cwd()) if part.is_relative_to(Path.cwd()) else part for part in parts]
+    return f"wandb: offline; upload the run with: wandb sync {shlex.join(map(str, here))}"

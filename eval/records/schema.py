@@ -65,6 +65,27 @@ class Identical(Part):
     identical: int
 
 
+class CheckedDraws(Part):
+    """A server's sampled tokens beside the target's distribution at their places."""
+
+    tokens: int
+    log_probability: float
+    """Their mean log-probability, each at least -10."""
+    expected: float
+    error: float
+    """Standard error of the mean of tokens that the target draws."""
+    likeliest: float
+    """Share of the tokens that are the likeliest at their place."""
+    expected_likeliest: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.tokens:,} sampled tokens have a mean log-probability of {self.log_probability:.3f}, expected "
+            f"{self.expected:.3f} ± {self.error:.3f}, and {self.likeliest:.1%} are the likeliest, expected "
+            f"{self.expected_likeliest:.1%}"
+        )
+
+
 class Exact(Part):
     prompts: int
     identical: int | None = None
@@ -74,8 +95,9 @@ class Exact(Part):
     kind: Literal["distribution"] | None = None
     greedy: Identical | None = None
     """If texts are exact in distribution, the same prompts at temperature 0."""
-    against: Literal["runtime", "plain server", "nothing"] | None = None
+    against: Literal["runtime", "plain server", "distribution", "nothing"] | None = None
     """What a server's texts were compared with. Only the runtime judges differences."""
+    draws: CheckedDraws | None = None
 
 
 class Tau(Part):
@@ -116,6 +138,8 @@ class Baseline(Part):
 class Speculative(Part):
     tokens_per_second: Number = math.nan
     ms_per_round: Number = math.nan
+    hidden: bool = False
+    """A server kept tokens of its answers back, so that their times are not known."""
     token_ms: Percentiles = Percentiles()
     round_ms: Spread = Spread()
     breakdown_ms: dict[str, float] = {}

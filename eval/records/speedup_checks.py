@@ -26,12 +26,15 @@ MIN_TOKENS = 64
 AUDIT_FAILED = "the audit failed"
 MACHINE_BUSY = "the machine was busy"
 NO_BASELINE = "no plain server was measured"
+HIDDEN = "the server keeps tokens back"
 TOO_FEW_TOKENS = f"fewer than {MIN_TOKENS} tokens"
 
 
 def why_unreliable(figures: Measurement) -> str | None:
     """Return the reason why the speedup of a setting may not be printed, or None if it is reliable."""
     speedup = figures.speedup
+    if figures.speculative.hidden:
+        return HIDDEN
     if speedup is None:
         return NO_BASELINE if figures.baseline is None and not figures.exact.divergences else AUDIT_FAILED
     if math.isnan(speedup.measured) or (speedup.tokens is not None and speedup.tokens < MIN_TOKENS):

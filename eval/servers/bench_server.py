@@ -8,9 +8,10 @@ the server says each answer's rounds, else over groups, and over groups for spee
 import argparse
 import asyncio
 import math
+import os
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import pairwise
 from statistics import fmean
@@ -21,13 +22,14 @@ from transformers import PreTrainedTokenizerBase
 
 from eval.core.progress import Progress
 from eval.data.chat_template import with_arguments
-from eval.data.prompts import HELD_OUT_SUITE, Prompt
+from eval.data.prompts import HELD_OUT_SUITE, Prompt, prompts_hash
 from eval.measure.compare import split_units, units_by_suite
 from eval.measure.figures import token_at, top_two_margin
 from eval.measure.machine import dtype_options, machine
 from eval.measure.model_facts import head_facts, target_facts
 from eval.measure.open_models import fitting_head, load_suites, open_target, open_target_of, say_defaults
 from eval.records import metrics
+from eval.records.journal import Journal
 from eval.records.measure_settings import BenchSettings
 from eval.records.schema import (
     Baseline,
@@ -38,6 +40,7 @@ from eval.records.schema import (
     Head,
     HeadConfig,
     Measurement,
+    Percentiles,
     RecordedSettings,
     Results,
     Served,
@@ -49,11 +52,17 @@ from eval.records.schema import (
 from eval.runtime.engine import Engine, EngineOptions, Request
 from eval.runtime.near_ties import FAR, find_mismatches, first_difference
 from eval.runtime.sampling_params import Sampling
-from eval.servers.engine_client import DRAFTED, DRAFTS, Answer, EngineServer, RoundCounts, count_rounds
+from eval.servers.engine_client import DRAFTED, DRAFTS, GENERATED, Answer, EngineServer, RoundCounts, count_rounds
+from eval.servers.served_texts import Draws, compare_draws
 from heads.targets.frozen_target import FrozenTarget
 from heads.targets.hub import is_here
 from heads.targets.load import load_tokenizer
 
+DRAFT_OPTIONS = {
+    "vLLM": "--speculative-config",
+    "SGLang": "--speculative-algorithm",
+    "llama.cpp": "--spec-type and -md",
+}
 WAVES = 4
 """Prompts of a group for each request in flight, at a concurrency above 1."""
 
@@ -67,6 +76,20 @@ class Group:
     plain: list[list[Answer]] = field(default_factory=list)
     rounds: list[RoundCounts] = field(default_factory=list)
     """By repeat: those of each answer, or those of all together."""
+
+    def last(self, rounds: Sequence[RoundCounts]) -> dict[str, list[dict[str, Any]]]:
+        """Return the record of the last repeat. `rounds`: those of it."""
+        return {
+            "answers": [asdict(answer) for answer in self.answers[-1]],
+            "plain": [asdict(answer) for answer in self.plain[-1]] if self.plain else [],
+            "rounds": [asdict(counts) for counts in rounds],
+        }
+
+    def take(self, record: dict[str, list[dict[str, Any]]]) -> None:
+        """Add a repeat from its record."""
+        self.answers.append([Answer(**answer) for answer in record["answers"]])
+        self.plain += [[Answer(**answer) for answer in record["plain"]]] * bool(record["plain"])
+        self.rounds += [RoundCounts(**counts) for counts in record["rounds"]]
 
     def units(self) -> list[tuple[int, int]]:
         """Return the tokens and the rounds after the first token of each prompt, or of all together."""
@@ -115,13 +138,13 @@ def compare_with_target(
     return differences
 
 
-def bench_server(options: argparse.Namespace, settings: BenchSettings) -> Results:
+def bench_server(options: argparse.Namespace, settings: BenchSettings, journal: Journal) -> Results:
     """Measure the server `--server`, beside `--plain-server` if there is one. The target is loaded if a head or
     `--target` names it; else only its tokenizer, if the folder that the server names is here."""
     with asyncio.Runner() as runner:
         server, plain = runner.run(open_servers(options))
         try:
-            return measure_server(options, settings, server, plain, runner.run)
+            return measure_server(options, settings, server, plain, runner.run, journal)
         finally:
             for each in filter(None, (server, plain)):
                 runner.run(each.client.aclose())
@@ -130,8 +153,7 @@ def bench_server(options: argparse.Namespace, settings: BenchSettings) -> Result
 async def open_servers(options: argparse.Namespace) -> tuple[EngineServer, EngineServer | None]:
     server = await EngineServer.open(options.server)
     if not server.depth:
-        draft = "--speculative-config" if server.engine == "vLLM" else "--speculative-algorithm"
-        raise server.error(f"does not speculate; start it with {draft}")
+        raise server.error(f"does not speculate; start it with {DRAFT_OPTIONS[server.engine]}")
     if not options.plain_server:
         return server, None
     plain = await EngineServer.open(options.plain_server)
@@ -148,6 +170,7 @@ def measure_server(
     server: EngineServer,
     plain: EngineServer | None,
     run: Callable[[Coroutine[Any, Any, Any]], Any],
+    journal: Journal,
 ) -> Results:
     """Return the contents of results.json. `run` runs a coroutine in the event loop of the clients."""
     (head,) = options.heads or [None]
@@ -157,7 +180,7 @@ def measure_server(
         drafter = fitting_head(head, target) if head else None
         settings = settings.as_served(target)
     else:
-        if is_here(server.root):
+        if is_here(server.root) and not os.path.isfile(server.root):  # a GGUF file
             tokenizer = load_tokenizer(
                 server.root,
                 trust_remote_code=options.trust_remote_code,
@@ -188,14 +211,25 @@ def measure_server(
     for temperature in settings.temperatures:
         for _, concurrency in settings.points:
             at = settings.model_copy(update={"batch_size": concurrency})
-            groups = run(ask_all(server, plain, target.eos_token_ids if target else (), prompts, at, temperature))
+            stop_ids = target.eos_token_ids if target else ()
+            groups = run(ask_all(server, plain, stop_ids, prompts, at, temperature, journal))
             differences = None
             answers = {i: answer for group in groups for i, answer in zip(group.indices, group.answers[0], strict=True)}
             if target and tokenizer and temperature == 0 and all(answer.tokens for answer in answers.values()):
                 texts = [answers[i].tokens for i in range(len(prompts))]
                 with Progress(f"decoding {len(prompts)} prompts here, to compare the texts", announced=True):
                     differences = compare_with_target(target, tokenizer, prompts, texts, settings)
-            take = partial(served_figures, server.depth, prompts, temperature, differences)
+            draws = None
+            if target and temperature > 0 and all(answer.tokens for answer in answers.values()):
+                with Progress(f"comparing {len(prompts)} sampled texts with the target's distribution", announced=True):
+                    draws = compare_answers(server, target, prompts, answers, settings.sampling_at(temperature))
+                if draws.excess() > 1:
+                    journal.clear()
+                    raise server.error(
+                        f"its sampled texts are not the target's at T = {temperature:g}: {draws.record()}; no figure "
+                        "is stated"
+                    )
+            take = partial(served_figures, server.depth, prompts, temperature, differences, draws)
             measurement = take(groups)
             if settings.batch_sizes:
                 measurement.batch_size = concurrency
@@ -242,6 +276,7 @@ def pooled(exacts: Sequence[Exact]) -> Exact:
         divergences=[difference for exact in exacts for difference in exact.divergences],
         near_ties=[difference for exact in exacts for difference in exact.near_ties],
         against=(compared or exacts)[0].against,
+        draws=None if compared else exacts[0].draws,
     )
 
 
@@ -252,8 +287,10 @@ async def ask_all(
     prompts: Sequence[Prompt],
     settings: BenchSettings,
     temperature: float,
+    journal: Journal,
 ) -> list[Group]:
-    """Send all prompts, `settings.repeats` times, to the server and the plain one in turns."""
+    """Send all prompts, `settings.repeats` times, to the server and the plain one in turns. Answers in the journal are
+    not asked for again."""
     concurrency, sampling = settings.batch_size, settings.sampling_at(temperature)
     size = concurrency if concurrency == 1 else WAVES * concurrency
     groups = [Group(indices) for indices in split_units(prompts, size)]
@@ -272,13 +309,19 @@ async def ask_all(
         async def ask_group(server: EngineServer, indices: Sequence[int]) -> list[Answer]:
             return await asyncio.gather(*(ask(server, i) for i in indices))
 
-        counters = await server.counters() if server.engine == "vLLM" else Counter()
+        counters = await server.counters() if server.engine in GENERATED else Counter()
         for each in filter(None, (plain, server)):
             warm = await each.ask(prompts[0], sampling, settings.max_new_tokens)  # not measured: a first answer is slow
-        if is_counting := server.engine == "vLLM" and not warm.rounds:
+        if is_counting := server.engine in GENERATED and not warm.rounds:
             counters = await server.counters_after(counters, [warm])
+        servers = [(each.url, each.name, each.root, each.depth) for each in (server, plain) if each]
+        part = journal.part(servers, prompts_hash(prompts), temperature, settings.model_dump())
         for repeat in range(settings.repeats):
             for n, group in enumerate(groups):
+                if record := journal.get(part, repeat, n):
+                    progress.advance(len(group.indices) * (2 if plain else 1))
+                    group.take(record)
+                    continue
                 if plain and (repeat + n) % 2:
                     group.plain.append(await ask_group(plain, group.indices))
                 answers = await ask_group(server, group.indices)
@@ -288,14 +331,30 @@ async def ask_all(
                     accepted = [counters[str(k)] - before[str(k)] for k in range(server.depth)]
                     counts = count_rounds(counters[DRAFTS] - before[DRAFTS], accepted, answers)
                     counts.drafted = counters[DRAFTED] - before[DRAFTED] if DRAFTED in counters else None
-                    group.rounds.append(counts)
+                    rounds = [counts]
                 else:
-                    group.rounds += [server.rounds_of(answer) for answer in answers]
+                    rounds = [server.rounds_of(answer) for answer in answers]
+                group.rounds += rounds
                 if plain and not (repeat + n) % 2:
                     group.plain.append(await ask_group(plain, group.indices))
+                journal.add(group.last(rounds), part, repeat, n)
     if not any(answer.decoded for group in groups for answer in group.answers[0]):
         raise server.error("every answer ended with its first token; use other prompts, or allow more new tokens")
     return groups
+
+
+def compare_answers(
+    server: EngineServer,
+    target: FrozenTarget,
+    prompts: Sequence[Prompt],
+    answers: Mapping[int, Answer],
+    sampling: Sampling,
+) -> Draws:
+    """Compare sampled answers, by the index of their prompts, with the target's distribution."""
+    texts = [answer.tokens for answer in answers.values()]
+    if (largest := max(max(text) for text in texts)) >= target.vocab_size:
+        raise server.error(f"its sampled texts have token {largest}, and {target.name} has {target.vocab_size} tokens")
+    return compare_draws(target, [prompts[i].ids for i in answers], texts, sampling)
 
 
 def served_figures(
@@ -303,10 +362,11 @@ def served_figures(
     prompts: Sequence[Prompt],
     temperature: float,
     differences: Sequence[Divergence] | None,
+    draws: Draws | None,
     groups: Sequence[Group],
 ) -> Measurement:
     """Return the figures of one setting over some groups, over all repeats. `differences`: those of all greedy texts
-    from plain decoding here, or None if there was no comparison."""
+    from plain decoding here, or None if there was no comparison. `draws`: the comparison of all sampled texts."""
     parts = [part for group in groups for part in group.rounds]
     accepted = [sum(column) for column in zip(*(part.accepted for part in parts), strict=True)]
     tested = [sum(column) for column in zip(*(part.tested for part in parts), strict=True)]
@@ -315,15 +375,16 @@ def served_figures(
     by_prompt = len(numbers) == sum(len(group.indices) for group in groups)
     each = [tokens / number for tokens, number in zip(decoded, numbers, strict=True) if number]
     known = [part.drafted for part in parts if part.drafted is not None]
-    drafted = rate([group.answers for group in groups])
-    plain = rate([group.plain for group in groups])
+    drafted, plain = rate([group.answers for group in groups]), rate([group.plain for group in groups])
+    plainly = [answer for group in groups for repeat in group.plain for answer in repeat]
+    is_timed = all(answer.is_timed for answer in (*answers, *plainly))
     measurement = Measurement(
         tree=f"chain:{depth}",
         depth=depth,
         nodes=depth + 1,
         temperature=temperature,
         rule="match" if temperature == 0 else "server",
-        exact=compare_texts(groups, prompts, temperature, differences),
+        exact=compare_texts(groups, prompts, temperature, differences, draws),
         tau=Tau(
             mean=sum(decoded) / max(sum(numbers), 1),
             ci95=metrics.ratio_interval(decoded, numbers),
@@ -345,11 +406,15 @@ def served_figures(
             [answer.pieces[0][0] - answer.sent for group in groups for answer in group.answers[0]]
         ),
         baseline=None,
-        speculative=Speculative(ms_per_round=1e3 * sum(drafted[1]) / max(sum(numbers), 1), **speeds(answers, drafted)),
+        speculative=Speculative(hidden=True),
         speedup=None,
     )
+    if not is_timed:
+        measurement.first_token_ms = Percentiles()
+        return measurement
+    seconds_per_round = sum(drafted[1]) / max(sum(numbers), 1)
+    measurement.speculative = Speculative(ms_per_round=1e3 * seconds_per_round, **speeds(answers, drafted))
     if groups[0].plain:
-        plainly = [answer for group in groups for repeat in group.plain for answer in repeat]
         measurement.baseline = Baseline(**speeds(plainly, plain))
         measurement.speedup = Speedup(
             measured=metrics.rate_ratio(drafted, plain),
@@ -389,13 +454,20 @@ def speeds(answers: Sequence[Answer], tokens_and_seconds: metrics.Rate) -> dict[
 
 
 def compare_texts(
-    groups: Sequence[Group], prompts: Sequence[Prompt], temperature: float, differences: Sequence[Divergence] | None
+    groups: Sequence[Group],
+    prompts: Sequence[Prompt],
+    temperature: float,
+    differences: Sequence[Divergence] | None,
+    draws: Draws | None,
 ) -> Exact:
     """Return the record `exact`. Greedy texts are compared with plain decoding here, which judges differences, else
     with those of the plain server, which are only counted: two servers may round differently."""
     indices = [i for group in groups for i in group.indices]
     exact = Exact(prompts=len(indices), identical=None, divergences=[], near_ties=[], against="nothing")
-    if differences is not None:
+    if draws is not None:
+        exact.against = "distribution"
+        exact.draws = draws.record()
+    elif differences is not None:
         ids = {(prompts[i].suite, prompts[i].id) for i in indices}
         differences = [difference for difference in differences if (difference.suite, difference.prompt) in ids]
         exact.against = "runtime"

@@ -1,12 +1,13 @@
-"""A client of a running vLLM or SGLang that speculates, and what the engine says about its rounds.
+"""A client of a running vLLM, SGLang or llama-server that speculates, and what the engine says about its rounds.
 
 SGLang says with each answer how many of its rounds accepted how many draft tokens, as does a vLLM that was started with
---per-request-spec-decode-metrics summary. Any vLLM counts drafts, and accepted draft tokens by position, over all
-requests (/metrics).
+--per-request-spec-decode-metrics summary. Any vLLM, and a llama-server with --metrics, counts drafts, and accepted
+draft tokens by position, over all requests (/metrics).
 
 Engines count a round's accepted draft tokens before EOS or the token limit cuts them; `metrics.counted` counts those
 that came out. Where an answer comes round by round, its last round is counted as there. A round without a
-draft emits one token and is in no counter of vLLM; such rounds are inferred from the tokens that no draft accounts for.
+draft emits one token and is in no counter of these two; such rounds are inferred from the tokens that no draft
+accounts for.
 
 A draft that is sometimes shorter than K (prompt lookup, adaptive lengths) is tested at fewer depths than counted here,
 so its alpha is a lower bound.
@@ -22,32 +23,31 @@ from itertools import accumulate
 from typing import Any, Self
 
 from eval.data.prompts import Prompt
-from eval.runtime.engine import Engine, EngineOptions, Request
-from eval.runtime.near_ties import find_mismatches
 from eval.runtime.sampling_params import Sampling
-from eval.servers.openai_client import ServerClient, sampling_parameters
+from eval.servers.openai_client import TAKE_IT, ServerClient, sampling_parameters
+from eval.servers.served_texts import CHECKED_TOKENS, foreign_token
 from heads.core.errors import UserError
 from heads.targets.frozen_target import FrozenTarget
 
-ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}
+ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "llamacpp": "llama.cpp"}
 SECONDS = 600.0
 """Time limit of the next piece of an answer."""
 LATE_SECONDS = 2.0
 """Time for which counters may lag behind the answers."""
 COUNTER = re.compile(
-    r"^vllm:(spec_decode_num_drafts|spec_decode_num_draft_tokens|spec_decode_num_accepted_tokens_per_pos|"
-    r"generation_tokens)(?:_total)?(?:\{(.*)\})? (\S+)$",
+    r"^(?:vllm|llamacpp):(spec_decode_num_drafts|spec_decode_num_draft_tokens|spec_decode_num_accepted_tokens_per_pos|"
+    r"generation_tokens|tokens_predicted)(?:_total)?(?:\{(.*)\})? (\S+)$",
     re.MULTILINE,
 )
 POSITION = re.compile(r'position="(\d+)"')
 DRAFTS = "spec_decode_num_drafts"
 DRAFTED = "spec_decode_num_draft_tokens"
-GENERATED = "generation_tokens"
-CHECKED_TOKENS = 16
-"""Tokens of the greedy answer that shows whether the server runs the target."""
-FOREIGN = 2.0
-"""A greedy token whose logit is further below the highest shows another target. Two dtypes of one model differ by
-less."""
+GENERATED = {"vLLM": "generation_tokens", "llama.cpp": "tokens_predicted"}
+"""Counter of generated tokens of the engines that count over all requests."""
+SIX_DIGITS = 1_000_000
+"""Number from which llama-server prints a counter rounded."""
+REPETITIVE = "one two three one two three one two three one two"
+"""Prompt after which any kind of draft drafts something."""
 
 
 @dataclass
@@ -58,8 +58,11 @@ class Answer:
     count: int = 0
     """Number of tokens."""
     text: str = ""
+    """Without reasoning that the server sends apart."""
     pieces: list[tuple[float, int]] = field(default_factory=list)
     """Arrival and number of token ids of each piece. A piece is a round, unless the server joined several."""
+    is_timed: bool = True
+    """False if the pieces cannot be all tokens: the server keeps some back, and their times are not known."""
     rounds: list[int] = field(default_factory=list)
     """Number of rounds by accepted draft tokens, if the server says it with the answer."""
 
@@ -85,7 +88,7 @@ class RoundCounts:
 class EngineServer:
     client: ServerClient
     engine: str
-    """vLLM or SGLang."""
+    """A name of `ENGINES`."""
     model: str
     root: str
     """Path or Hub id of the target, as the server names it."""
@@ -100,14 +103,16 @@ class EngineServer:
         models = await client.models()
         engine = ENGINES.get(models[0].get("owned_by", "")) if models else None
         if engine is None:
-            raise client.error("expected vLLM or SGLang; give the address of one, such as http://localhost:8000")
+            raise client.error(
+                "expected vLLM, SGLang or llama-server; give the address of one, such as http://localhost:8000"
+            )
         card = models[0]
         root, context_length = str(card.get("root") or card["id"]), int(card.get("max_model_len") or 2**31)
         server = cls(client, engine, card["id"], root, context_length)
         if engine == "vLLM":
             server.version = str((await client.send("/version")).get("version"))
             server.depth = len([name for name in await server.counters() if name.isdigit()])
-        else:
+        elif engine == "SGLang":
             info = await client.send("/server_info")
             server.version = str(info.get("version"))
             server.root = str(info.get("model_path") or server.root)
@@ -115,7 +120,27 @@ class EngineServer:
             steps = info.get("speculative_num_steps") if (info.get("speculative_eagle_topk") or 1) > 1 else None
             if info.get("speculative_algorithm"):
                 server.depth = steps or (info.get("speculative_num_draft_tokens") or 1) - 1
+        else:
+            await server.open_llamacpp()
         return server
+
+    async def open_llamacpp(self) -> None:
+        """Read the properties of a llama-server. Its counters by position come with the first draft."""
+        properties = await self.client.send("/props")
+        defaults = properties.get("default_generation_settings") or {}
+        self.version = str(properties.get("build_info"))
+        self.root = str(properties.get("model_path") or self.root)
+        self.context_length = int(defaults.get("n_ctx") or self.context_length)
+        kinds = str((defaults.get("params") or {}).get("speculative.types") or "none")
+        if kinds == "none":
+            return
+        await self.client.send("/completion", {"prompt": REPETITIVE, "n_predict": CHECKED_TOKENS}, SECONDS)
+        self.depth = len([name for name in await self.counters() if name.isdigit()])
+        if not self.depth:
+            raise self.error(
+                f"was started with a draft ({kinds}) and drafts nothing; its log says why: it ignores a draft model of "
+                "another tokenizer, for example"
+            )
 
     @property
     def url(self) -> str:
@@ -129,24 +154,30 @@ class EngineServer:
         return self.client.error(what)
 
     async def counters(self) -> Counter[str]:
-        """Return vLLM's counters, each summed over its labels: drafts, tokens generated, and by its position how often
-        a draft token was accepted."""
+        """Return the server's counters, each summed over its labels: drafts, tokens generated, and by its position how
+        often a draft token was accepted."""
         counters: Counter[str] = Counter()
-        for name, labels, value in COUNTER.findall(await self.client.send("/metrics", reply=str)):
+        vllm = self.engine == "vLLM"
+        remedy = TAKE_IT if vllm else "start llama-server with --metrics"
+        for name, labels, value in COUNTER.findall(await self.client.send("/metrics", reply=str, remedy=remedy)):
             position = POSITION.search(labels)
             counters[position[1] if position else name] += int(float(value))
-        if GENERATED not in counters:
-            raise self.error("/metrics has no counters of vLLM; start it without --disable-log-stats")
+        if GENERATED[self.engine] not in counters:
+            option = "without --disable-log-stats" if vllm else "with --metrics"
+            raise self.error(f"/metrics has no counters of {self.engine}; start it {option}")
+        if not vllm and max(counters.values()) >= SIX_DIGITS:
+            raise self.error("prints its counters with six digits, and has counted more; start it anew")
         return counters
 
     async def counters_after(self, before: Counter[str], answers: Sequence[Answer]) -> Counter[str]:
-        """Return vLLM's counters once they contain some answers, and no others, that came since `before`."""
-        expected = before[GENERATED] + sum(answer.count for answer in answers)
+        """Return the server's counters once they contain some answers, and no others, that came since `before`."""
+        generated = GENERATED[self.engine]
+        expected = before[generated] + sum(answer.count for answer in answers)
         end = time.monotonic() + LATE_SECONDS
-        while (now := await self.counters())[GENERATED] < expected and time.monotonic() < end:
+        while (now := await self.counters())[generated] < expected and time.monotonic() < end:
             await asyncio.sleep(0.01)
-        if now[GENERATED] != expected:
-            more = now[GENERATED] - expected
+        if now[generated] != expected:
+            more = now[generated] - expected
             raise self.error(
                 f"counts {abs(more)} tokens {'more' if more > 0 else 'less'} than it sent here; measure it while it "
                 "has no other requests"
@@ -170,6 +201,14 @@ class EngineServer:
         self, prompt: Prompt, sampling: Sampling, max_new_tokens: int, stop_ids: Sequence[int] = ()
     ) -> Answer:
         """Send a prompt, as token ids if it has them, and read the answer."""
+        if self.engine == "llama.cpp":
+            return await self._ask_llamacpp(prompt, sampling, max_new_tokens)
+        remedy = TAKE_IT
+        if self.engine == "vLLM" and self.depth and sampling.min_p:
+            remedy = (
+                "vLLM takes no min_p with a draft, so no such figure can be served: measure without it (give "
+                "--temperature and the other filters, without --min-p and --sampling)"
+            )
         body: dict[str, Any] = {
             "model": self.model,
             "max_tokens": max_new_tokens,
@@ -182,17 +221,15 @@ class EngineServer:
         if self.engine == "SGLang":
             body["return_spec_tokens_details"] = True
         path = "/v1/completions" if prompt.ids else "/v1/chat/completions"
-        body |= {"prompt": list(prompt.ids)} if prompt.ids else {"messages": list(prompt.messages)}
-        if prompt.arguments and not prompt.ids:
-            body["chat_template_kwargs"] = dict(prompt.arguments)
-        if prompt.tools and not prompt.ids:
-            body["tools"] = list(prompt.tools)
+        body |= {"prompt": list(prompt.ids)} if prompt.ids else _chat(prompt)
         answer = Answer(sent=time.perf_counter())
-        async for event in self.client.stream(path, body, SECONDS):
+        async for event in self.client.stream(path, body, SECONDS, remedy):
             for choice in event.get("choices") or ():
-                text = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+                delta = choice.get("delta") or {}
+                text = choice.get("text") or delta.get("content") or ""
+                thought = delta.get("reasoning_content") or delta.get("reasoning") or ""
                 ids = choice.get("token_ids") or []
-                if ids or text:
+                if ids or text or thought:
                     answer.pieces.append((time.perf_counter(), len(ids)))
                 answer.tokens += ids
                 answer.text += text
@@ -201,8 +238,50 @@ class EngineServer:
             vllm = (event.get("metrics") or {}).get("speculative_decoding") or {}
             histogram = sglang.get("spec_correct_drafts_histogram") or vllm.get("acceptance_histogram")
             answer.rounds = histogram or answer.rounds
-        if not answer.pieces or not answer.count:
+        if not answer.count:
             raise self.error(f"{path}: an answer without a token or a count; fix the server, and measure again")
+        most = len(answer.tokens) if answer.tokens else len(answer.pieces) * (self.depth + 1)
+        answer.is_timed = most >= answer.count
+        if len(answer.tokens) != answer.count:  # some were kept back: the others are no text
+            answer.tokens = []
+        answer.pieces = answer.pieces or [(time.perf_counter(), 0)]
+        return answer
+
+    async def _ask_llamacpp(self, prompt: Prompt, sampling: Sampling, max_new_tokens: int) -> Answer:
+        """A stream of llama-server lacks the ids of tokens inside a character. So the whole answer is read at once, and
+        its times are those that the server says: of the first token, and of the others together."""
+        if sampling.presence_penalty or sampling.frequency_penalty:
+            raise self.error(
+                "llama.cpp counts the tokens of the prompt, too, in presence_penalty and frequency_penalty; leave them "
+                "out"
+            )
+        body: dict[str, Any] = {
+            "model": self.model,
+            "n_predict": max_new_tokens,
+            "seed": sampling.seed,
+            "temperature": sampling.temperature,
+            "top_k": sampling.top_k,
+            "top_p": sampling.top_p,
+            "min_p": sampling.min_p,
+            "repeat_penalty": sampling.repetition_penalty,
+            "repeat_last_n": -1,
+            "samplers": ["penalties", "temperature", "top_k", "top_p", "min_p"],  # it would cool what the filters left
+            "return_tokens": True,
+        }
+        path = "/completion" if prompt.ids else "/v1/chat/completions"
+        body |= {"prompt": list(prompt.ids)} if prompt.ids else _chat(prompt)
+        sent = time.perf_counter()
+        reply = await self.client.send(path, body, SECONDS)
+        now = time.perf_counter()
+        timings = reply.get("timings") or {}
+        if not timings.get("predicted_n"):
+            raise self.error(f"{path}: an answer without a token or a count; fix the server, and measure again")
+        answer = Answer(sent, reply.get("tokens") or [], timings["predicted_n"])
+        answer.text = (
+            reply.get("content") or ((reply.get("choices") or [{}])[0].get("message") or {}).get("content") or ""
+        )
+        first = now - 1e-3 * timings["predicted_ms"]
+        answer.pieces = [(first, 1), (now, answer.decoded)] if answer.decoded else [(first, 1)]
         return answer
 
     async def check_target(self, target: FrozenTarget, prompt: Prompt) -> None:
@@ -210,17 +289,24 @@ class EngineServer:
         tokens = (await self.ask(prompt, Sampling(), CHECKED_TOKENS, target.eos_token_ids)).tokens
         if not tokens:  # the server returns text alone
             return
+        foreign = "it has tokens that the target has not"
         if max(tokens) < target.vocab_size:
-            engine = Engine(target, None, EngineOptions(max_length=len(prompt.ids) + CHECKED_TOKENS + 1))
-            # The prompt's last token is given as text, so that the answer's first token has a gap, too.
-            *before, last = prompt.ids
-            mismatches = find_mismatches(engine, Request(before, CHECKED_TOKENS), [last, *tokens])
-            if all(mismatch.gap <= FOREIGN for mismatch in mismatches if mismatch.position > 0):
+            if (fault := foreign_token(target, prompt.ids, tokens)) is None:
                 return
+            foreign = fault
         raise self.error(
-            f"serves {self.root}, whose greedy answer is not that of {target.name}; name its own target, or serve the "
-            "same weights"
+            f"serves {self.root}, whose greedy answer is not that of {target.name} ({foreign}); name its own target, "
+            "or serve the same weights"
         )
+
+
+def _chat(prompt: Prompt) -> dict[str, Any]:
+    body: dict[str, Any] = {"messages": list(prompt.messages)}
+    if prompt.arguments:
+        body["chat_template_kwargs"] = dict(prompt.arguments)
+    if prompt.tools:
+        body["tools"] = list(prompt.tools)
+    return body
 
 
 def count_rounds(drafts: int, accepted: Sequence[int], answers: Sequence[Answer]) -> RoundCounts:

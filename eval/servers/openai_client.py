@@ -15,6 +15,8 @@ KEY_VARIABLE = "DRAFTSMITH_SERVER_KEY"
 RETRIES = 90
 """Retries of a request while the server is unreachable or overloaded: about ten minutes, at most 8 seconds apart."""
 CONNECT_SECONDS = 10.0
+TAKE_IT = "let it take such requests"
+"""What to do if a server refuses a request."""
 MAX_SHOWN = 200
 """Characters of a server's own error that are shown."""
 
@@ -65,22 +67,28 @@ class ServerClient:
             raise self.error(f"/v1/models lists no models, but {shown(reply)}; start the server, or fix it") from None
 
     async def send(
-        self, path: str, body: Any = None, seconds: float = 60.0, retries: int | None = None, reply: type = object
+        self,
+        path: str,
+        body: Any = None,
+        seconds: float = 60.0,
+        retries: int | None = None,
+        reply: type = object,
+        remedy: str = TAKE_IT,
     ) -> Any:
         """Return the server's reply to a POST of `body`, or to a GET without it, within `seconds` a trial: its JSON, or
-        its text with `reply=str`."""
+        its text with `reply=str`. `remedy`: what to do if it refuses the request."""
         client = self._openai if retries is None else self._openai.with_options(max_retries=retries)
         options = _limit(seconds)
-        with self._errors(path, client.max_retries + 1):
+        with self._errors(path, client.max_retries + 1, remedy):
             if body is None:
                 return await client.get(self.url + path, cast_to=reply, options=options)
             return await client.post(self.url + path, cast_to=reply, body=body, options=options)
 
-    async def stream(self, path: str, body: Any, seconds: float) -> AsyncIterator[Any]:
+    async def stream(self, path: str, body: Any, seconds: float, remedy: str = TAKE_IT) -> AsyncIterator[Any]:
         """Yield the events of the server's reply to a POST of `body`. The next one must come within `seconds`."""
         from openai import AsyncStream
 
-        with self._errors(path, self._openai.max_retries + 1):
+        with self._errors(path, self._openai.max_retries + 1, remedy):
             stream = AsyncStream[object]
             events = await self._openai.post(
                 self.url + path, cast_to=object, body=body, options=_limit(seconds), stream=True, stream_cls=stream
@@ -89,7 +97,7 @@ class ServerClient:
                 yield event
 
     @contextmanager
-    def _errors(self, path: str, trials: int) -> Iterator[None]:
+    def _errors(self, path: str, trials: int, remedy: str) -> Iterator[None]:
         """Turn the errors of a request into UserError."""
         import httpx
         import openai
@@ -104,12 +112,15 @@ class ServerClient:
                 raise self.error(
                     f"status {status} of {path}; give the server's own address, such as http://localhost:8000"
                 ) from None
-            if status < 500 and status not in (408, 409, 429):
-                remedy = f"put its key in {KEY_VARIABLE}" if status in (401, 403) else "let it take such requests"
+            if (status < 500 and status not in (408, 409, 429)) or remedy != TAKE_IT:
+                remedy = f"put its key in {KEY_VARIABLE}" if status in (401, 403) else remedy
                 raise self.error(f"{path}: refused, status {status} ({reason}); {remedy}") from None
             fault = f"status {status}"
         except (openai.APIError, httpx.HTTPError) as error:
             fault = first_line(error.__cause__ or error)
+            code = str(error.code or "4") if type(error) is openai.APIError else None  # in the stream of a reply
+            if code is not None and (remedy != TAKE_IT or not code.startswith("5")):
+                raise self.error(f"{path}: refused ({without_key(fault)[:MAX_SHOWN]}); {remedy}") from None
         except ValueError as error:
             fault = f"it gives no JSON: {first_line(error)}"
         raise self.error(

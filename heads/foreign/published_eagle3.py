@@ -166,8 +166,14 @@ def misread(fields: Mapping[str, Any], nested: Mapping[str, Any], config: Mappin
     classes, layers_made = fields.get("architectures") or [None], fields.get("num_hidden_layers", 1)
     lines = [
         (
+            of_vllm is None and of_sglang is not None,
+            f"{VLLM} with the V1 runner (every CPU build, and GPUs where V2 does not apply) takes the layer ids in "
+            f"eagle_config as its own and captures {of_sglang} in the place of {ids}: give them as {IDS}",
+        ),
+        (
             of_vllm is None and of_sglang is not None and ids != default,
-            f"{VLLM} ignores the layer ids in eagle_config and captures {default} in the place of {ids}",
+            f"{VLLM} with the V2 runner ignores the layer ids in eagle_config and captures {default} in the place of "
+            f"{ids}",
         ),
         (
             of_vllm is not None and of_sglang is not None and sorted(of_sglang) != [k - 1 for k in ids],

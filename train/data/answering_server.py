@@ -5,15 +5,14 @@ generated. vLLM returns them from `/v1/completions` with `return_token_ids`, SGL
 """
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-
 from eval.runtime.request import Request
 from eval.servers.openai_client import ServerClient, sampling_parameters
+from eval.servers.served_texts import CHECKED_TOKENS, compare_draws, foreign_token
 from heads.core.errors import UserError
 from heads.targets.frozen_target import FrozenTarget
 from train.data.dialogues import Dialogue
@@ -24,10 +23,8 @@ SLOWEST = 1.0
 """Time limit of an answer in seconds per token. One minute is added to it."""
 COMPLETIONS, GENERATE = "/v1/completions", "/generate"
 """Paths that return token ids, of vLLM and of SGLang."""
-CHECKED_TOKENS = 16
-"""Tokens of the greedy answer with which a server is checked."""
-MARGIN = 1.0
-"""Largest accepted difference between the target's highest logit and the logit of a server's greedy token."""
+DRAWN_ANSWERS, DRAWN_TOKENS = 16, 128
+"""Number of sampled answers with which a server is checked, and their tokens."""
 
 
 @dataclass
@@ -36,6 +33,8 @@ class AnsweringServer:
     model: str
     """Name of the target on the server."""
     target: FrozenTarget
+    in_flight: int = 1
+    """Most requests at a time."""
     path: str = field(default="", init=False)
     """The path that returns token ids; empty until the server has been checked."""
 
@@ -51,7 +50,7 @@ class AnsweringServer:
         raise self.client.error(f"{what}; fix the server, and run the same command again")
 
     async def _check_server(self, request: Request) -> str:
-        """Check that the server is reachable and has the target, and return its path. The trial answer is not kept."""
+        """Check that the server is reachable and has the target, and return its path. Trial answers are not kept."""
         models = [card["id"] for card in await self.client.models()]
         if self.model not in models:
             raise self.client.error(
@@ -72,26 +71,37 @@ class AnsweringServer:
                 "gives text and no token ids, neither from /v1/completions nor from /generate; text may be tokenised "
                 "otherwise than it was written; use vLLM or SGLang"
             )
-        self._check_greedy(trial.prompt, ids)
+        if self.target.placement != "whole":
+            return path
+        if (fault := foreign_token(self.target, trial.prompt, ids)) is not None:
+            raise self.client.error(
+                f"expected the target's greedy answer: {fault}; serve the same weights as target.path, in the same "
+                "precision"
+            )
+        if request.sampling.temperature > 0:
+            await self._check_draws(path, request)
         return path
 
-    def _check_greedy(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
-        """Raise UserError for a greedy answer with a token whose logit is far below the target's highest. Nothing is
-        checked if the target is not whole in this process."""
-        target = self.target
-        if target.placement != "whole":
-            return
-        tokens = torch.tensor([[*prompt, *answer]], device=target.device)
-        positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        features = target.packed_features(tokens, positions, torch.zeros_like(tokens), ())
-        logits = target.shared.lm_head(features.hidden[:, len(prompt) - 1 : -1])[0].float()
-        margins = logits.amax(dim=-1) - logits[torch.arange(len(answer)), tokens[0, len(prompt) :]]
-        worst = int(margins.argmax())
-        if float(margins[worst]) > MARGIN:
+    async def _check_draws(self, path: str, request: Request) -> None:
+        """Raise UserError if sampled answers cannot be drawn from the target's distribution."""
+        length, sampling = min(request.max_new_tokens, DRAWN_TOKENS), request.sampling
+        trials = [
+            replace(request, max_new_tokens=length, sampling=sampling.model_copy(update={"seed": sampling.seed ^ n}))
+            for n in range(1, DRAWN_ANSWERS + 1)
+        ]
+        slots = asyncio.Semaphore(self.in_flight)
+
+        async def ask(trial: Request) -> list[int] | None:
+            async with slots:
+                return await self._ask(path, trial)
+
+        answers = await asyncio.gather(*map(ask, trials))
+        texts = [ids for ids in answers if ids]
+        draws = compare_draws(self.target, [request.prompt] * len(texts), texts, sampling) if texts else None
+        if draws is not None and draws.excess() > 1:
             raise self.client.error(
-                f"expected the target's greedy answer, got token {answer[worst]} at place {worst}, whose logit is "
-                f"{float(margins[worst]):.1f} below that of {int(logits[worst].argmax())}; serve the same weights as "
-                "target.path, in the same precision"
+                f"its sampled texts are not the target's at T = {sampling.temperature:g}: {draws.record()}; they would "
+                "be wrong as training data: serve the target without a draft, or in another version"
             )
 
     async def _ask(self, path: str, request: Request, retries: int | None = None) -> list[int] | None:
@@ -123,13 +133,17 @@ def answer_by_server(
     server: AnsweringServer,
     in_flight: int,
     write: Callable[[int, Dialogue], None],
+    count: Callable[[int], None],
 ) -> None:
-    """Let the server answer the numbered dialogues, `in_flight` at a time. `write` is called with each that ends."""
+    """Let the server answer the numbered dialogues, `in_flight` at a time. `write` is called with each that ends, and
+    `count` with the number of tokens of each answer."""
 
     async def work() -> None:
         for number, dialogue in dialogues:
             while dialogue.prompt is not None:
-                dialogue.answer(await server.answer(request_of(dialogue.prompt)))
+                answer = await server.answer(request_of(dialogue.prompt))
+                count(len(answer))
+                dialogue.answer(answer)
             write(number, dialogue)
 
     async def main() -> None:

@@ -246,22 +246,25 @@ class TargetAnswers:
         dialogues = ((number, dialogue) for number, dialogue in enumerate(self.dialogues()) if number in missing)
         with Progress("data.regenerate: answered conversations", len(missing)) as progress:
 
-            def write(number: int, dialogue: Dialogue) -> None:
+            def count(tokens: int) -> None:
                 nonlocal num_tokens
+                num_tokens += tokens
+                progress.tell(f"{num_tokens:,} tokens")
+
+            def write(number: int, dialogue: Dialogue) -> None:
                 more = {"number": number, "exchanges": dialogue.exchanges, "cut": dialogue.cut}
                 line = json.dumps(dialogue.record() | more, default=str).encode() + b"\n"
                 with cache_errors(self.folder), path.open("ab") as file:
                     file.write(line)
-                num_tokens += sum(len(answer) for _, answer in dialogue.exchanges)
-                progress.note = f"{num_tokens:,} tokens"
                 progress.advance()
 
             if server is None:
-                self.answer_by_engine(dialogues, write)
+                self.answer_by_engine(dialogues, write, count)
             else:
-                answering = AnsweringServer(ServerClient(server.url), server.model or target.name, target)
                 in_flight = max(1, server.in_flight // self.reader.accelerator.num_processes)
-                answer_by_server(dialogues, self.request, answering, in_flight, write)
+                name = server.model or target.name
+                answering = AnsweringServer(ServerClient(server.url), name, target, in_flight)
+                answer_by_server(dialogues, self.request, answering, in_flight, write, count)
         whose = " by the first process" if self.reader.accelerator.num_processes > 1 else ""
         self.reader.say(f"data.regenerate: {len(missing)} conversations answered{whose}, {num_tokens:,} tokens")
 
@@ -290,9 +293,12 @@ class TargetAnswers:
                 yield files[path].readline()
 
     def answer_by_engine(
-        self, dialogues: Iterator[tuple[int, Dialogue]], write: Callable[[int, Dialogue], None]
+        self,
+        dialogues: Iterator[tuple[int, Dialogue]],
+        write: Callable[[int, Dialogue], None],
+        count: Callable[[int], None],
     ) -> None:
-        """Answer the numbered dialogues. `write` is called with each that ends."""
+        """Answer the numbered dialogues. `write` is called with each that ends, and `count` with numbers of tokens."""
         settings, target, engine = self.settings, self.target, None
         longest = min(settings.prompt_tokens + settings.new_tokens + 1, target.context_length)
         options = EngineOptions(batch_size=settings.batch_size, max_length=longest)
@@ -309,6 +315,7 @@ class TargetAnswers:
 
         def keep(index: int, fresh: list[int]) -> None:
             answers[index] += fresh
+            count(len(fresh))
             if len(answers[index]) == settings.new_tokens or fresh[-1] in target.eos_token_ids:
                 number, dialogue = asked[index]
                 dialogue.answer(answers[index])

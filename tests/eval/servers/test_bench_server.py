@@ -2,8 +2,10 @@
 
 import json
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ DEPTH, NEW = 3, 12
 
 
 class Speculating(QuietServer):
-    """vLLM or SGLang with a head. `generate` returns a request's tokens by round, and none of them is cut."""
+    """vLLM, SGLang or llama-server with a head. `generate` returns a request's tokens by round, none of them cut."""
 
     def __init__(self, generate: Callable[[Request], list[list[int]]], folder: str, engine: str = "vllm") -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -37,6 +39,14 @@ class Speculating(QuietServer):
         self.counts: Counter[str] = Counter()
         self.speculates, self.tells = True, False
         """`tells`: vLLM says each answer's rounds with it."""
+        self.thinks: Callable[[int], str] = lambda number: "text"
+        """Returns the key of an answer's piece by its number."""
+        self.waits = 0.0
+        """Seconds before each piece."""
+        self.tokenises = True
+        self.fails_in_stream = False
+        self.is_noisy = False
+        """True if sampled texts are another model's."""
         self.drafts = DEPTH
         """Draft tokens that vLLM says it made in a round."""
         self.algorithm, self.draft_tokens = "EAGLE3", DEPTH + 1
@@ -58,24 +68,31 @@ class Handler(QuietHandler):
         server, name = self.server, f'{{model="{self.server.folder}",engine="0"'
         counts = server.counts
         lines = [f"vllm:generation_tokens_total{name}}} {counts['tokens']}.0"] if counts is not None else []
+        if server.engine == "llamacpp":
+            name = "{"
+            lines = [f"vllm:tokens_predicted_total {counts['tokens']}"]
         if server.speculates and lines:
             lines.append(f"vllm:spec_decode_num_drafts_total{name}}} {counts['drafts']}.0")
             lines.append(f"vllm:spec_decode_num_draft_tokens_total{name}}} {counts['drafted']}.0")
             lines.append(f"vllm:spec_decode_num_drafts_created{name}}} 1.7e+09")
             lines += [
                 f'vllm:spec_decode_num_accepted_tokens_per_pos_total{name},position="{k}"}} {counts[str(k)]}.0'
-                for k in range(DEPTH)
+                for k in range(DEPTH if server.engine == "vllm" or counts["drafts"] else 0)
             ]
         card = {"id": "tiny", "owned_by": server.engine, "root": server.folder, "max_model_len": 128}
         info: dict[str, Any] = {"version": "9", "model_path": server.folder, "speculative_eagle_topk": 1}
         info["speculative_algorithm"] = server.algorithm if server.speculates else None
         info["speculative_num_draft_tokens"] = server.draft_tokens
         info["speculative_num_steps"] = 1 if server.algorithm == "DFLASH" else server.draft_tokens - 1
+        kinds = {"speculative.types": "draft-eagle3" if server.speculates else "none"}
+        properties: dict[str, Any] = {"build_info": "b1", "model_path": server.folder}
+        properties["default_generation_settings"] = {"n_ctx": 128, "params": kinds}
         replies = {
+            "/props": json.dumps(properties),
             "/v1/models": json.dumps({"data": [card]}),
             "/version": json.dumps({"version": "9"}),
             "/server_info": json.dumps(info),
-            "/metrics": "\n".join(lines) if server.engine == "vllm" else "",
+            "/metrics": "\n".join(lines).replace("vllm:", f"{server.engine}:"),
         }
         self.send(200, replies[self.path].encode())
 
@@ -90,20 +107,35 @@ class Handler(QuietHandler):
             if "messages" in body:
                 server.chats.append(body["messages"])
                 server.tools.append(body.get("tools"))
-            penalties = {name: body[name] for name in PENALTIES}
-            sampling = Sampling(temperature=body["temperature"], seed=body["seed"], **penalties)
-            rounds = server.generate(Request(body.get("prompt") or [1, 2, 3], body["max_tokens"], sampling))
+            most = body.get("max_tokens") or body["n_predict"]
+            penalties = {name: body.get(name, Sampling.model_fields[name].default) for name in PENALTIES}
+            sampling = Sampling(temperature=body.get("temperature", 0.0), seed=body.get("seed", 0), **penalties)
+            prompt = body.get("prompt") or [1, 2, 3]
+            rounds = server.generate(Request([1, 2, 3] if isinstance(prompt, str) else prompt, most, sampling))
+            if server.is_noisy and sampling.temperature > 0:
+                rounds = [[3 + 11 * n % 90] for n in range(most)]
+            length = min(sum(map(len, rounds)), most)
+            if server.engine == "llamacpp":  # it drafts no more tokens than are allowed
+                rounds[-1] = rounds[-1][: len(rounds[-1]) - max(0, sum(map(len, rounds)) - most)]
             gains = [len(tokens) - 1 for tokens in rounds[1:]]
-            length = min(sum(map(len, rounds)), body["max_tokens"])
             histogram = [gains.count(n) for n in range(DEPTH + 1)]
-            if server.engine == "vllm":
+            if server.engine != "sglang":
                 server.counts.update(str(k) for gain in gains for k in range(gain))
                 server.counts["drafts"] += len(gains)
                 server.counts["drafted"] += server.drafts * len(gains)
                 server.counts["tokens"] += length
-        left, events = body["max_tokens"], []
-        for tokens in rounds:
-            events.append({"choices": [{"text": "so", "token_ids": tokens[: max(left, 0)]}]})
+        if server.engine == "llamacpp":
+            timings = {"predicted_n": length, "predicted_ms": 1.0, "draft_n_accepted": sum(gains)}
+            self.send(200, json.dumps({"content": "so", "tokens": [*chain(*rounds)], "timings": timings}).encode())
+            return
+        left = most
+        events: list[dict[str, Any]] = []
+        for number, tokens in enumerate(rounds):
+            key = server.thinks(number)
+            piece: dict[str, Any] = {"text": "so"} if key == "text" else {"delta": {key: "so"}}
+            if server.tokenises:
+                piece["token_ids"] = tokens[: max(left, 0)]
+            events.append({"choices": [piece]})
             left -= len(tokens)
         last: dict[str, Any] = {"choices": [], "usage": {"completion_tokens": length}}
         if server.engine == "sglang":
@@ -111,8 +143,16 @@ class Handler(QuietHandler):
             last["sglext"] = {"spec_tokens_details": {"spec_correct_drafts_histogram": histogram}}
         elif server.tells:
             last["metrics"] = {"speculative_decoding": {"acceptance_histogram": histogram}}
-        text = "".join(f"data: {json.dumps(event)}\n\n" for event in [*events, last]) + "data: [DONE]\n\n"
-        self.send(200, text.encode())
+        if server.fails_in_stream:
+            events = [{"error": {"message": "min_p is not supported", "code": 400}}]
+        texts = [f"data: {json.dumps(event)}\n\n".encode() for event in [*events, last]] + [b"data: [DONE]\n\n"]
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.end_headers()
+        for text in texts:
+            time.sleep(server.waits)
+            self.wfile.write(text)
+        self.close_connection = True
 
 
 def in_rounds(engine: Engine) -> Callable[[Request], list[list[int]]]:
@@ -164,7 +204,7 @@ def measure(served: Speculating, prompts: Path, out: Path, *more: str) -> tuple[
 
 @pytest.mark.parametrize(
     ("temperature", "penalty", "servers"),
-    [(0.0, 0.0, ["vllm", "sglang EAGLE3", "sglang DFLASH"]), (0.0, 1.5, ["vllm"]), (1.0, 0.0, ["vllm"])],
+    [(0.0, 0.0, ["vllm", "sglang EAGLE3", "sglang DFLASH"]), (0.0, 1.5, ["vllm"]), (1.0, 0.0, ["vllm", "llamacpp"])],
 )
 def test_a_served_head_measures_as_it_does_here(
     temperature: float,
@@ -182,17 +222,18 @@ def test_a_served_head_measures_as_it_does_here(
     here = json.loads((tmp_path / "results.json").read_text())
     assert here["tau"]["mean"] > 1.3 or temperature or penalty
     named = ("--target", tiny_target.name, "--temperature", str(temperature), "--frequency-penalty", str(penalty))
-    audited = {"identical": None, "against": "nothing"} if temperature else {"identical": 6, "against": "runtime"}
+    audited = {"identical": None, "against": "distribution"} if temperature else {"identical": 6, "against": "runtime"}
     for server in servers:
         served.engine, _, served.algorithm = server.partition(" ")
         status, there = measure(served, texts, tmp_path / "bench" / server, *named)
         assert status == 0 and there["rule"] == ("server" if temperature else "match")
         assert there["dtype"] == "its own dtype" and "float32" in there["command"]
+        assert (there["exact"].pop("draws") or {}).get("tokens") == (there["tokens"] if temperature else None)
         assert there["exact"] == {"prompts": 6, "divergences": [], "near_ties": []} | audited
         suites = [(there["suites"][name], own) for name, own in here["suites"].items()]
         for figures, own in ((there, here), *suites):
             for name in ("alpha", "accepted_histogram", "loop_share", "undecoded"):
-                assert figures[name] == own[name]
+                assert figures[name] == own[name] or server == "llamacpp"
             for name in ("mean", "ci95", "per_request"):
                 assert figures["tau"][name] == pytest.approx(own["tau"][name])
         assert there["settings"]["prompts_hash"] == here["settings"]["prompts_hash"] and there["speedup"] is None
@@ -221,6 +262,34 @@ def test_a_server_that_drafts_fewer_tokens_by_its_own_rule_is_told(
         _, results = measure(served, texts, tmp_path / str(drafts))
         assert results["drafted"] == drafts
         assert ("drafted fewer than 3 tokens" in capsys.readouterr().out) == (drafts < DEPTH)
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "kept back"])
+def test_reasoning_is_timed_or_no_speed_is_stated(
+    key: str, served: Speculating, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    served.folder = "OWNER/ELSEWHERE"
+    served.tokenises = False
+    served.waits = 0.05
+    served.generate = lambda request: [[5]] * request.max_new_tokens
+    served.thinks = lambda number: key if number < NEW - 1 else "content"
+    status, results = measure(served, texts, tmp_path, "--num-prompts", "1")
+    assert status == 0 and results["tau"]["mean"] == 1
+    if key == "kept back":
+        assert results["speculative"] == {"hidden": True} and results["first_token_ms"] == {}
+        assert "cannot be all their tokens, such as reasoning: no speed is stated" in capsys.readouterr().out
+    else:
+        assert 5 < results["speculative"]["tokens_per_second"] < 20 and results["first_token_ms"]["p50"] < 500
+
+
+def test_settings_that_were_compared_are_counted(
+    served: Speculating, tiny_target: FrozenTarget, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--temperature", "0,1", "--batch-size", "1,4", "--target", tiny_target.name]
+    assert measure(served, texts, tmp_path, *options)[0] == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "identical to plain decoding: 12 of 12 prompts (6 prompts x 2 settings); at T = 1" in out
+    assert out.count("72 sampled tokens have a mean log-probability") == 2 and "too few to tell a small" in out
 
 
 def test_a_plain_server_gives_speedup_and_texts(
@@ -258,7 +327,11 @@ def test_a_server_s_first_token_may_be_nearly_as_likely_as_the_targets(
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "away": ({"url": "http://127.0.0.1:1"}, "/v1/models: no answer"),
-    "another program": ({"engine": "llamacpp"}, "expected vLLM or SGLang"),
+    "another program": ({"engine": "ollama"}, "expected vLLM, SGLang or llama-server"),
+    "no drafts": ({"engine": "llamacpp", "generate": lambda request: [[5]]}, "and drafts nothing; its log says why"),
+    "noise": ({"is_noisy": True}, "its sampled texts are not the target's at T = 1"),
+    "min_p": ({"fault": lambda s, n: 500 if n else None}, "vLLM takes no min_p with a draft"),
+    "min_p in the stream": ({"fails_in_stream": True}, "vLLM takes no min_p with a draft"),
     "no speculation": ({"speculates": False}, "does not speculate"),
     "another target": ({"generate": lambda request: [[5]] * request.max_new_tokens}, "is not that of"),
     "no counters": ({"counts": None}, "has no counters"),
@@ -266,6 +339,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "hangs up": ({"fault": lambda s, n: 0 if n == 3 else None}, "no answer"),
     "other requests": ({"fault": lambda s, n: s.counts.update(tokens=n == 3)}, "measure it while it has no"),
     "rounds beyond K": ({"engine": "sglang", "draft_tokens": 2}, "says that it drafts 1 tokens, and accepted"),
+}
+
+
+OPTIONS = {
+    "another target": ["--target", "TARGET"],
+    "noise": ["--target", "TARGET", "--temperature", "1"],
+    "min_p": ["--temperature", "1", "--min-p", "0.1"],
+    "min_p in the stream": ["--temperature", "1", "--min-p", "0.1"],
 }
 
 
@@ -281,10 +362,11 @@ def test_a_server_that_cannot_be_measured_is_one_line_and_leaves_nothing(
     changes, words = REFUSED[case]
     vars(served).update(changes)
     out = tmp_path / "out"
-    named = ("--target", tiny_target.name) if case == "another target" else ()
-    assert measure(served, texts, out, *named) == (2, {})
+    options = [word.replace("TARGET", tiny_target.name) for word in OPTIONS.get(case, [])]
+    assert measure(served, texts, out, *options) == (2, {})
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert words in line and served.url in line and not out.exists()
+    assert words in line and served.url in line
+    assert {path.name for path in out.glob("*")} <= {"unfinished.jsonl"} and (case != "noise" or not out.exists())
 
 
 def test_the_key_is_nowhere_told(

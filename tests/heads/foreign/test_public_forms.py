@@ -136,7 +136,7 @@ FORMS: dict[str, dict[str, Row]] = {
             norm_before_fc=True,
         ),
         "embeddings of its own": raw({"own_embeddings": True}, differs=True),
-        "Model Optimizer": raw({"rope_theta": 7e4}, eagle_config=NVIDIA, **NVIDIA_ROPE),
+        "Model Optimizer": raw({"rope_theta": 7e4}, differs=True, eagle_config=NVIDIA, **NVIDIA_ROPE),
         "Model Optimizer, two layers": raw(
             {"rope_theta": 7e4, "num_layers": 2}, differs=True, eagle_config=NVIDIA, num_hidden_layers=2, **NVIDIA_ROPE
         ),

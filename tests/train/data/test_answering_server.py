@@ -37,7 +37,7 @@ def ask(stub: Stub, dialogues: Sequence[Dialogue], *, in_flight: int = 64, retri
     def request(prompt: list[int]) -> Request:
         return Request(prompt, TOKENS, Sampling(temperature=0.5, seed=len(prompt)))
 
-    answer_by_server(iter(enumerate(dialogues)), request, server, in_flight, lambda *_: None)
+    answer_by_server(iter(enumerate(dialogues)), request, server, in_flight, lambda *_: None, lambda _: None)
 
 
 def prompts(count: int) -> list[Dialogue]:

@@ -202,9 +202,23 @@ def test_a_server_of_other_weights_is_refused(make: Make, target: FrozenTarget) 
         torch.manual_seed(1)
         other = FrozenTarget(LlamaForCausalLM(target.checkpoint_config), target.name)
     with serving(Stub(by_engine(other), model=target.name)) as stub:
-        with pytest.raises(UserError, match=r"expected the target's greedy answer, got token \d+ at place \d"):
+        with pytest.raises(UserError, match=r"expected the target's greedy answer: token \d+ at place \d"):
             make(server={"url": stub.url}).corpus()
         assert len(stub.asked) == 1
+
+
+def test_a_server_that_samples_otherwise_is_refused(make: Make, target: FrozenTarget) -> None:
+    own = by_engine(target)
+
+    def cool(request: Request) -> list[int]:
+        cooler = request.sampling.model_copy(update={"temperature": request.sampling.temperature**2})
+        return own(replace(request, sampling=cooler))
+
+    with serving(Stub(cool, model=target.name)) as stub:
+        answers = make(temperature=0.5, new_tokens=16, server={"url": stub.url})
+        with pytest.raises(UserError, match=r"its sampled texts are not the target's at T = 0\.5: .*as training data"):
+            answers.corpus()
+    assert not list(answers.stored_lines())
 
 
 def test_prompts_come_from_every_source_by_weight(
