@@ -20,11 +20,12 @@ target's own (then no speedup is reported); 2, with one line, for an error that 
 """
 
 import argparse
+import hashlib
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import AfterValidator
 
@@ -39,11 +40,12 @@ from eval.core.command_line import (
     print_line,
     typed,
 )
-from eval.data.prompts import check_suites
+from eval.data.prompts import check_suites, split_prompts
 from eval.records.measure_settings import BenchSettings, add_measure_options, to_settings
 from eval.records.result_folders import BENCH, own_folder, plain_name, short_name
 from eval.servers.openai_client import check_url
 from heads.core.contract import HEAD_TREE, LOOKUP, split_draft
+from heads.core.files import is_file
 
 DEFAULTS = BenchSettings()
 TREES_OF_SEVERAL = ("chain:5", "chain:3", HEAD_TREE)
@@ -123,11 +125,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ours = [path for path in trained if not is_published(path)]  # these name their target
     for path in ours:
         read_config(find_head(path))  # raises UserError for one that is not there, before a target is loaded
-    with own_folder(parent, settings, options) as out, tracked(options, out) as log:
+    with own_folder(parent, settings, options, about(options)) as (out, journal), tracked(options, out) as log:
         target, tokenizer = open_target_of((ours or trained or paths)[0], options)
         heads = {path: fitting_head(path, target) for path in paths}
         print_line(settle_threads(target.device))
-        results = bench_heads(target, heads, tokenizer, settings, with_roofline=options.roofline)
+        results = bench_heads(target, heads, tokenizer, settings, with_roofline=options.roofline, journal=journal)
         save_and_print(results, out, Console())
         log(results)
     print(f"written to {out}", file=sys.stderr)
@@ -142,11 +144,32 @@ def measure_served(options: argparse.Namespace, settings: BenchSettings) -> int:
 
     parent = default_out(options.heads[0]) if options.heads else Path("runs", plain_name(f"bench-{options.server}"))
     check_suites(settings.prompts)
-    with own_folder(parent, settings, options) as out:
-        results = bench_server(options, settings)
+    with own_folder(parent, settings, options, about(options)) as (out, journal):
+        results = bench_server(options, settings, journal)
         save_and_print(results, out, Console())
     print(f"written to {out}", file=sys.stderr)
     return 0 if results.is_exact else 1
+
+
+def about(options: argparse.Namespace) -> dict[str, Any]:
+    """Return what the times of a measurement depend on: an interrupted one goes on only where all is the same."""
+    import torch
+
+    from eval.measure.machine import device_facts, versions
+
+    on_gpu = torch.cuda.is_available() and options.device != "cpu"
+    device = device_facts(torch.device("cuda" if on_gpu else "cpu"))
+    return {"command": identity(options), "versions": versions(), "device": device}
+
+
+def identity(options: argparse.Namespace) -> str:
+    """Return a hash of everything that the figures of a command depend on: options, heads and prompt files."""
+    from heads.saved import weights_hash
+
+    files = [Path(name).read_bytes() for name in split_prompts(to_settings(options).prompts) if is_file(name)]
+    named = sorted((name, value) for name, value in vars(options).items() if name not in ("out", "wandb"))
+    facts = repr((named, [weights_hash(split_draft(head)[1]) for head in options.heads], files))
+    return hashlib.sha256(facts.encode()).hexdigest()[:8]
 
 
 def default_out(head: str) -> Path:

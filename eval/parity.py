@@ -71,7 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     given = {name: value for name, value in vars(options).items() if name in BenchSettings.model_fields}
     settings = BenchSettings(**given)
-    with own_folder(Path("runs", plain_name(f"parity-{short_name(options.head)}")), settings, options) as out:
+    parent = Path("runs", plain_name(f"parity-{short_name(options.head)}"))
+    with own_folder(parent, settings, options, {}) as (out, _):
         record = compare(options, settings)
         write_parity(record, out)
     print("\n".join(record.lines))

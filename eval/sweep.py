@@ -6,7 +6,6 @@ All combinations of the values are measured. The table and sweep.json are sorted
 interrupted sweep to resume it. Other methods than grid need `wandb sweep FILE` and `wandb agent`.
 """
 
-import hashlib
 import io
 import itertools
 import math
@@ -23,14 +22,11 @@ from pydantic import BaseModel, Field, ValidationError
 
 from eval import bench
 from eval.core.command_line import Parser, add_wandb_option, exit_status, print_line, typed
-from eval.data.prompts import split_prompts
 from eval.pages import texts
-from eval.records.measure_settings import to_settings
 from eval.records.result_folders import RESULTS, plain_name
 from eval.records.results import named_figures, read_results
-from heads.core.contract import split_draft
 from heads.core.errors import UserError
-from heads.core.files import is_file, read_given, write_json
+from heads.core.files import read_given, write_json
 from heads.core.strict_settings import Count
 
 COLUMNS = ("speedup", "tau", "tokens_per_second", "identical")
@@ -86,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         text = " ".join(f"{name}={setting[name]}" for name, each in sweep.parameters.items() if "values" in each)
         print(f"{number}/{len(settings)}  {text}", file=sys.stderr, flush=True)
         os.environ.update(WANDB_PROJECT=sweep.project, WANDB_NAME=text, WANDB_RUN_GROUP=sweep.name)
-        folder = out / f"{plain_name(text)[:80]}-{identity(measurement)}"
+        folder = out / f"{plain_name(text)[:80]}-{bench.identity(measurement)}"
         rows.append({"setting": setting, "text": text, **measure(setting, folder, options.wandb)})
         cells = rows[-1]["cells"]
         print_line("  " + ", ".join(f"{name} {cell}" for name, cell in cells.items()) if cells else "  failed")
@@ -105,15 +101,6 @@ def bench_arguments(setting: dict[str, Any]) -> list[str]:
     """Return the program's arguments in the form of wandb's agent, which drops a switch that is False."""
     given = {name: value for name, value in setting.items() if value is not False}
     return [f"--{name}" if value is True else f"--{name}={value}" for name, value in given.items()]
-
-
-def identity(options: Namespace) -> str:
-    """Return a hash of everything that the figures of a setting depend on: options, head and prompt files."""
-    from heads.saved import weights_hash
-
-    files = [Path(name).read_bytes() for name in split_prompts(to_settings(options).prompts) if is_file(name)]
-    facts = repr((sorted(vars(options).items()), weights_hash(split_draft(options.heads[0])[1]), files))
-    return hashlib.sha256(facts.encode()).hexdigest()[:8]
 
 
 def measure(setting: dict[str, Any], folder: Path, wandb: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from eval.measure.machine import dtype_options, environment
 from eval.measure.model_facts import head_facts, target_facts
 from eval.measure.open_models import choose_prompts
 from eval.measure.roofline import copy_bandwidth, roofline
+from eval.records.journal import Journal
 from eval.records.measure_settings import BenchSettings
 from eval.records.result_folders import short_name
 from eval.records.schema import Divergence, RecordedSettings, Results, Roofline, Search
@@ -49,6 +50,7 @@ def bench_heads(
     settings: BenchSettings,
     *,
     with_roofline: bool = False,
+    journal: Journal | None = None,
 ) -> Results:
     """Measure heads, given by their paths, in one comparison per temperature, batch size and context. `with_roofline`:
     also time the parts of a round of the headline setting (`eval.measure.roofline`)."""
@@ -65,7 +67,7 @@ def bench_heads(
     for context, batch_size in settings.points:
         at = settings.model_copy(update={"batch_size": batch_size})
         try:
-            measure_point(so_far, target, list(heads.values()), tokenizer, at, prompts[context], shapes, context)
+            measure_point(so_far, target, [*heads.values()], tokenizer, at, prompts[context], shapes, context, journal)
         except Exception as error:
             if len(settings.points) == 1 or not is_out_of_memory(error):
                 raise
@@ -131,6 +133,7 @@ def measure_point(
     prompts: Sequence[Prompt],
     shapes: Sequence[Sequence[TreeShape]],
     context: int | None,
+    journal: Journal | None,
 ) -> None:
     """Measure each head's shapes, and with a search those that it finds, at one batch size and context and at every
     temperature."""
@@ -139,12 +142,13 @@ def measure_point(
     so_far.plain = {place: plain for place, plain in so_far.plain.items() if place[0] == context}  # frees other caches
     where = "".join(f", {name.removesuffix('_size')} {value}" for name, value in point.items())
     for temperature in settings.temperatures:
-        searches = [search_drafts(target, head, prompts, temperature, settings) for head in heads if settings.is_auto]
+        searched = heads if settings.is_auto else ()
+        searches = [search_drafts(target, head, prompts, temperature, settings, journal) for head in searched]
         proposed = [[*map(parse_shape, search.proposed)] for search in searches] or [[] for _ in heads]
         pairs = [(n, shape) for n, named in enumerate(shapes) for shape in dict.fromkeys([*named, *proposed[n]])]
         fitted = [at_best_match(*pair) for pair in zip(heads, searches, strict=True)] if searches else heads
         drafts = [(fitted[n], shape) for n, shape in pairs]
-        result = compare(target, drafts, prompts, temperature, settings, where, phases=settings.timing)
+        result = compare(target, drafts, prompts, temperature, settings, where, phases=settings.timing, journal=journal)
         fresh, unrepeatable = judge(result, tokenizer, [n for n, _ in pairs])
         if (first := so_far.plain.get((context, temperature))) is None:
             so_far.plain[context, temperature] = replace(result, drafting=[], breakdowns=[])

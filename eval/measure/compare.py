@@ -9,15 +9,17 @@ tokens with it, on both sides of a comparison alike.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import groupby
+from dataclasses import asdict, dataclass, field, replace
+from itertools import groupby, product
 from statistics import median
+from typing import Any
 
 import torch
 
 from eval.core.progress import Progress
-from eval.data.prompts import Prompt
+from eval.data.prompts import Prompt, prompts_hash
 from eval.measure.roofline import phase_seconds
+from eval.records.journal import Journal
 from eval.records.measure_settings import BenchSettings
 from eval.records.metrics import token_seconds
 from eval.runtime.engine import Engine, EngineOptions, Output, Request, Timings
@@ -55,12 +57,20 @@ class Variant:
         return self.engine.options.shape
 
     def run(self, unit: int, indices: Sequence[int], requests: Sequence[Request], repeat: int) -> None:
+        outputs = self.engine.generate([requests[i] for i in indices])
+        self.take(unit, indices, repeat, outputs, self.engine.timings)
+
+    def take(self, unit: int, indices: Sequence[int], repeat: int, outputs: Sequence[Output], timings: Timings) -> None:
         if len(self.outputs) == repeat:
             self.outputs.append({})
             self.timings.append({})
-        outputs = self.engine.generate([requests[i] for i in indices])
         self.outputs[repeat].update(zip(indices, outputs, strict=True))
-        self.timings[repeat][unit] = self.engine.timings
+        self.timings[repeat][unit] = timings
+
+    def turn(self, repeat: int, unit: int, indices: Sequence[int]) -> dict[str, Any]:
+        """Return the record of a turn."""
+        outputs = [asdict(self.outputs[repeat][i]) for i in indices]
+        return {"outputs": outputs, "timings": asdict(self.timings[repeat][unit])}
 
     def timings_of(self, turns: Sequence[Turn]) -> list[Timings]:
         return [self.timings[repeat][unit] for repeat, unit in turns]
@@ -133,26 +143,50 @@ def compare(
     where: str = "",
     *,
     phases: bool = True,
+    journal: Journal | None = None,
 ) -> Comparison:
     """Decode `prompts` plainly and with every draft in turns, `settings.repeats` times. `where`: more words for the
-    lines of progress. `phases`: also measure the phases of a round."""
+    lines of progress. `phases`: also measure the phases of a round. `journal`: keeps each turn, and has those that an
+    interrupted measurement made."""
     names = ", ".join(dict.fromkeys(str(shape) for _, shape in drafts))
     if len(names) > MAX_NAMES:
         names = f"{len(drafts)} drafts"
     what = f"measuring {names} {'greedy' if temperature == 0 else f'at T = {temperature:g}'}{where}"
-    with Progress(f"{what}: output", settings.repeats * (1 + len(drafts)) * len(prompts), cold=True) as progress:
-        result = line_up(target, drafts, prompts, temperature, settings)
-        variants = [result.plain, *result.drafting]
-        for repeat in range(settings.repeats):
-            for unit, indices in enumerate(result.units):
-                first = (repeat + unit) % len(variants)
-                for variant in variants[first:] + variants[:first]:
-                    variant.run(unit, indices, result.requests, repeat)
-                    progress.advance(len(indices))
+    journal = Journal() if journal is None else journal
+    shapes = [str(shape) for _, shape in drafts]
+    part = journal.part(target.fingerprint, prompts_hash(prompts), shapes, temperature, settings.model_dump())
+    result = line_up(target, drafts, prompts, temperature, settings)
+    variants = [result.plain, *result.drafting]
+    turns = list(product(range(settings.repeats), range(len(result.units))))
+    made = {turn: turn_of(journal.get(part, *turn)) for turn in turns}
+    done = len(variants) * sum(len(result.units[unit]) for (_, unit), each in made.items() if each)
+    total = settings.repeats * len(variants) * len(prompts)
+    with Progress(f"{what}: output", total, done=done, cold=True) as progress:
+        if done < total:
+            warm_up(result)
+        for repeat, unit in turns:
+            indices = result.units[unit]
+            if each := made[repeat, unit]:
+                for variant, (outputs, timings) in zip(variants, each, strict=True):
+                    variant.take(unit, indices, repeat, outputs, timings)
+                continue
+            first = (repeat + unit) % len(variants)
+            for variant in variants[first:] + variants[:first]:
+                variant.run(unit, indices, result.requests, repeat)
+                progress.advance(len(indices))
+            journal.add([variant.turn(repeat, unit, indices) for variant in variants], part, repeat, unit)
     if phases:
         with Progress(f"{what}: phases of a round", announced=True):
-            result.breakdowns = round_phases(result)
+            if (breakdowns := journal.get(part, "phases")) is None:
+                breakdowns = round_phases(result)
+                journal.add(breakdowns, part, "phases")
+            result.breakdowns = breakdowns
     return result
+
+
+def turn_of(record: list[dict[str, Any]] | None) -> list[tuple[list[Output], Timings]]:
+    """Return the outputs and the times of each variant in a recorded turn, or nothing without a record."""
+    return [([Output(**output) for output in of["outputs"]], Timings(**of["timings"])) for of in record or ()]
 
 
 def line_up(
@@ -162,7 +196,7 @@ def line_up(
     temperature: float,
     settings: BenchSettings,
 ) -> Comparison:
-    """Return a comparison without measurements. Its engines are warmed up. Prompt i has seed `settings.seed` + i."""
+    """Return a comparison without measurements. Prompt i has seed `settings.seed` + i."""
     longest = max(len(prompt.ids) for prompt in prompts)
     room = longest + settings.max_new_tokens + max(shape.nodes for _, shape in drafts)
     sampling = settings.sampling_at(temperature)
@@ -177,11 +211,14 @@ def line_up(
     ]
     plain = Variant(Engine(target, None, EngineOptions(batch_size=settings.batch_size, max_length=room)))
     drafting = [Variant(Engine(target, head, engine_options(settings, shape, room))) for head, shape in drafts]
-    result = Comparison(prompts, requests, split_units(prompts, settings.batch_size), plain, drafting)
-    warm = min(settings.max_new_tokens, WARM_UP_TOKENS)
-    for variant in (plain, *drafting):
-        variant.engine.generate([replace(requests[i], max_new_tokens=warm, ignore_eos=True) for i in result.units[0]])
-    return result
+    return Comparison(prompts, requests, split_units(prompts, settings.batch_size), plain, drafting)
+
+
+def warm_up(comparison: Comparison) -> None:
+    requests = [comparison.requests[i] for i in comparison.units[0]]
+    warm = [replace(r, max_new_tokens=min(r.max_new_tokens, WARM_UP_TOKENS), ignore_eos=True) for r in requests]
+    for variant in (comparison.plain, *comparison.drafting):
+        variant.engine.generate(warm)
 
 
 def engine_options(settings: BenchSettings, shape: TreeShape, max_length: int) -> EngineOptions:

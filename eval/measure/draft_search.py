@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from eval.core.command_line import AUTO
 from eval.data.prompts import Prompt, spread
 from eval.measure.compare import Draft, check_decoded, compare
+from eval.records.journal import Journal
 from eval.records.measure_settings import BenchSettings
 from eval.records.metrics import rate_ratio, tau
 from eval.records.schema import Look, Measurement, Search
@@ -37,7 +38,12 @@ FIRST_PROMPTS, LOOK_TOKENS = 4, 64
 
 
 def search_drafts(
-    target: FrozenTarget, head: Drafter, prompts: Sequence[Prompt], temperature: float, settings: BenchSettings
+    target: FrozenTarget,
+    head: Drafter,
+    prompts: Sequence[Prompt],
+    temperature: float,
+    settings: BenchSettings,
+    journal: Journal | None = None,
 ) -> Search:
     """Return a search that proposes its finalists. Raise UserError if the head drafts nothing of the grid."""
     finalists = [shape for shape in map(parse_shape, GRID) if can_draft(head, target, shape, settings.rule)]
@@ -47,7 +53,7 @@ def search_drafts(
     count = max(FIRST_PROMPTS, settings.batch_size)
     while len(finalists) > FINALISTS:
         drafts = [(head, shape) for shape in finalists]
-        for look in look_at(target, drafts, spread(prompts, count), temperature, settings):
+        for look in look_at(target, drafts, spread(prompts, count), temperature, settings, journal):
             looks[look.tree] = look
         finalists.sort(key=lambda shape: -looks[shape.text].speedup)
         finalists = finalists[: max(FINALISTS, len(finalists) // 2)]
@@ -55,7 +61,7 @@ def search_drafts(
     matches: list[Look] = []
     if isinstance(head, LookupFirst):
         drafts = [(head.after(match), finalists[0]) for match in sorted({*MATCHES, head.match})]
-        matches = look_at(target, drafts, spread(prompts, count), temperature, settings)
+        matches = look_at(target, drafts, spread(prompts, count), temperature, settings, journal)
     return Search(
         temperature=temperature,
         curve=list(looks.values()),
@@ -86,13 +92,14 @@ def look_at(
     prompts: Sequence[Prompt],
     temperature: float,
     settings: BenchSettings,
+    journal: Journal | None = None,
 ) -> list[Look]:
     """Decode a few prompts once with each draft, in turns with plain decoding. Speedups on so few prompts rank drafts
     and are not printed."""
     tokens = min(settings.max_new_tokens, LOOK_TOKENS)
     brief = settings.model_copy(update={"max_new_tokens": tokens, "repeats": 1})
     where = f", a search on {len(prompts)} prompts"
-    comparison = compare(target, drafts, prompts, temperature, brief, where, phases=False)
+    comparison = compare(target, drafts, prompts, temperature, brief, where, phases=False, journal=journal)
     check_decoded(comparison.plain.outputs[0].values(), f"--tree {AUTO}, on the first {len(prompts)} prompts")
     turns = comparison.timed_turns(range(len(comparison.units)))
     plain = comparison.rate(comparison.plain, turns)

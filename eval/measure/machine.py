@@ -1,5 +1,6 @@
 """The machine that measures: hardware, versions, the code that decodes, and whether other processes use its cores."""
 
+import json
 import os
 import platform
 import re
@@ -8,7 +9,7 @@ import sys
 import time
 from contextlib import suppress
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,8 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """Return the commit that is checked out, with a + if files differ from it; "unknown" outside a clone."""
+    """Return the commit that is checked out, with a + if files differ from it. Outside a clone it is the one that pip
+    installed, or the one that DRAFTSMITH_COMMIT names, such as for a copy of the files; else "unknown"."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(ROOT), *arguments]
@@ -131,4 +133,7 @@ def commit() -> str:
         changed = git("status", "--porcelain", "--untracked-files=no")
         return git("rev-parse", "--short=12", "HEAD").strip() + ("+" if changed else "")
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+        with suppress(PackageNotFoundError, LookupError, TypeError):
+            installed = json.loads(distribution("draftsmith").read_text("direct_url.json") or "null")
+            return str(installed["vcs_info"]["commit_id"])[:12]
+        return os.environ.get("DRAFTSMITH_COMMIT") or "unknown"

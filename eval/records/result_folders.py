@@ -9,9 +9,11 @@ from datetime import datetime
 from itertools import count
 from pathlib import Path
 from tempfile import TemporaryFile
+from typing import Any
 
 from eval.core.command_line import print_line
 from eval.data.prompts import split_prompts, suite_name
+from eval.records.journal import Journal, holds, keep_journal
 from eval.records.measure_settings import BenchSettings
 from eval.records.results import read_results
 from eval.records.schema import Results
@@ -28,17 +30,22 @@ VAGUE_NAMES = ("head", "target", "model")
 
 
 @contextmanager
-def own_folder(parent: Path, settings: BenchSettings, options: argparse.Namespace) -> Iterator[Path]:
-    """Yield the folder named with --out, or a new one in `parent` for a measurement with `settings`. On exit new
-    folders are removed if they are empty. Raise UserError for a folder that cannot be written to, before hours are
-    spent on its content."""
+def own_folder(
+    parent: Path, settings: BenchSettings, options: argparse.Namespace, about: dict[str, Any]
+) -> Iterator[tuple[Path, Journal]]:
+    """Yield the folder named with --out, or one in `parent` for a measurement with `settings`, and its journal: where
+    a measurement `about` the same was interrupted, that folder, else a new one. On exit new folders are removed if they
+    are empty. Raise UserError for a folder that cannot be written to, before hours are spent on its content."""
     place = options.out or parent
     check_folder(place, "--out")
     new_folders = [folder for folder in (place, *place.parents) if not folder.exists()]
     try:
         place.mkdir(parents=True, exist_ok=True)
         name = measurement_name(settings)
-        for number in count(1) if not options.out else ():
+        if not options.out:
+            unfinished = [folder for folder in sorted(parent.iterdir()) if not (folder / RESULTS).is_file()]
+            place = next((folder for folder in unfinished if holds(folder, about)), parent)
+        for number in count(1) if place == parent and not options.out else ():
             place = parent / (name if number == 1 else f"{name}-{number}")
             with suppress(FileExistsError):  # another process has just made a folder of this name
                 place.mkdir()
@@ -50,7 +57,10 @@ def own_folder(parent: Path, settings: BenchSettings, options: argparse.Namespac
     if (place / RESULTS).is_file():
         print_line(f"--out {place}: the {RESULTS} there will be replaced")
     try:
-        yield place
+        with keep_journal(place, about) as journal:
+            if journal.number:
+                print_line(f"{place}: going on with the measurement that was interrupted")
+            yield place, journal
     finally:
         for folder in new_folders:
             with suppress(OSError):  # it is not empty

@@ -14,8 +14,10 @@ from markupsafe import escape
 from rich.console import Console
 from transformers import GenerationConfig
 
-from eval.bench import default_out, parse_arguments
+from eval.bench import default_out, main, parse_arguments
+from eval.core.command_line import exit_status
 from eval.measure.bench_heads import bench_heads
+from eval.measure.compare import Variant
 from eval.pages.card import model_card
 from eval.pages.run_report import print_report, save_and_print, write_report
 from eval.pages.tables import settings_table
@@ -126,6 +128,44 @@ def test_a_search_also_finds_the_match_from_which_a_lookup_drafts(tmp_path: Path
     for page in (text, (tmp_path / "report.html").read_text()):
         assert said in page and shown in page
     assert shown in text and f"{results['lookup']['rounds']} of {sum(results['accepted_histogram'])}" in text
+
+
+@pytest.mark.usefixtures("without_charts")
+@pytest.mark.parametrize("tree", ["chain:2,chain:1", "auto"])
+def test_an_interrupted_measurement_goes_on(
+    tree: str, tmp_path: Path, tiny_target_dir: Path, prompt_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = Variant.run
+    made = 0
+    most = math.inf
+
+    def counted(*arguments: Any) -> None:
+        nonlocal made
+        made += 1
+        if made > most:
+            raise KeyboardInterrupt
+        run(*arguments)
+
+    monkeypatch.setattr(Variant, "run", counted)
+    command = ["lookup:2", "--target", str(tiny_target_dir), "--prompts", str(prompt_file), "--tree", tree]
+    command += ["--max-new-tokens", "12", "--repeats", "2"]
+    totals: list[int] = []
+    folders: list[Path] = []
+    for limit in (math.inf, 20, math.inf):
+        made = 0
+        most = limit
+        status = exit_status(lambda: main(command))
+        totals.append(made)
+        said = capsys.readouterr().err
+        assert status == (130 if limit == 20 else 0), said
+        folders.append(next(folder for folder in Path("runs").glob("*/*") if folder not in folders[:1]))
+    whole, _, rest = totals
+    assert whole - 20 <= rest < whole - 8 and "going on with the measurement that was interrupted" in said
+    assert folders[1] == folders[2] and not list(folders[1].glob("unfinished*"))
+    first, second = (read_results(folder / "results.json") for folder in (folders[0], folders[2]))
+    assert second.exact == first.exact and second.is_exact
+    assert tree == "auto" or [m.tau for m in second.measurements] == [m.tau for m in first.measurements]
 
 
 def test_the_model_samples_as_its_server_does(

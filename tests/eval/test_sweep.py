@@ -68,10 +68,10 @@ def test_a_grid_is_measured_sorted_and_resumed(
     assert measured == {row["folder"] for row in rows[1:]}
 
     options = bench.parse_arguments(bench_arguments(rows[0]["setting"]))
-    before = sweep.identity(options)
+    before = bench.identity(options)
     assert rows[0]["folder"].endswith(before)
     (tmp_path / "prompts.jsonl").write_text('{"text": "other text, other text"}\n')
-    assert sweep.identity(options) != before, "other prompts are another measurement"
+    assert bench.identity(options) != before, "other prompts are another measurement"
 
 
 def test_an_output_that_is_not_the_targets_own_is_given_by_the_status(

@@ -4,8 +4,10 @@ from rich.console import Console
 
 from eval.data.prompts import absolute_prompts
 from eval.measure.bench_heads import bench_heads
+from eval.measure.machine import versions
 from eval.pages.run_report import save_and_print, write_report
 from eval.records.acceptance_profile import ACCEPTANCE, acceptance_profile
+from eval.records.journal import keep_journal
 from eval.records.results import read_results, write_record
 from eval.records.schema import Results
 from heads.core.errors import UserError
@@ -63,9 +65,10 @@ def measure_best(outcome: Outcome, run: Run) -> Results | None:
             return None
         report = recipe.eval.final()
         tracker.say(f"next: the final measurement of {', '.join(report.trees)}; it writes {folder.path}/report.html")
-        with features.whole() as target:
+        about = {"head": weights_hash(folder.head), "settings": report.model_dump(), "versions": versions()}
+        with keep_journal(folder.path, about) as journal, features.whole() as target:
             head = load_head(folder.head, dtype=target.dtype, device=target.device)
-            results = bench_heads(target, {str(folder.head): head}, tokenizer, report)
+            results = bench_heads(target, {str(folder.head): head}, tokenizer, report, journal=journal)
         save_and_print(results, folder.path, Console())
         if (profile := acceptance_profile(results)) is not None:
             write_record(profile, folder.head / ACCEPTANCE)

@@ -21,7 +21,7 @@ def test_measurements_of_one_second_and_one_setting_get_folders_of_their_own(tmp
     parent = tmp_path / "runs/x/bench"
 
     def take(n: int) -> Path:
-        with own_folder(parent, BenchSettings(), OPTIONS) as folder:
+        with own_folder(parent, BenchSettings(), OPTIONS, {}) as (folder, _):
             (folder / "results.json").write_text(str(n))
         return folder
 
@@ -33,10 +33,10 @@ def test_measurements_of_one_second_and_one_setting_get_folders_of_their_own(tmp
 
 
 def test_a_refused_measurement_leaves_nothing_and_a_named_folder_is_taken(tmp_path: Path) -> None:
-    with pytest.raises(UserError), own_folder(tmp_path / "runs/x/bench", BenchSettings(), OPTIONS):
+    with pytest.raises(UserError), own_folder(tmp_path / "runs/x/bench", BenchSettings(), OPTIONS, {}):
         raise UserError("no")
     given = argparse.Namespace(**{**vars(OPTIONS), "out": tmp_path / "mine"})
-    with own_folder(tmp_path / "other", BenchSettings(), given) as folder:
+    with own_folder(tmp_path / "other", BenchSettings(), given, {}) as (folder, _):
         assert folder == tmp_path / "mine"
     assert not list(tmp_path.iterdir())
 
