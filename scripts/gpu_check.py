@@ -3,6 +3,7 @@
     python scripts/gpu_check.py facts   # every kernel in bfloat16 against float64, three times
     python scripts/gpu_check.py texts   # drafted texts against plain ones at 8B widths, native and Hugging Face's model
     python scripts/gpu_check.py speed   # steps and rounds of an 8B model against the bandwidth, and transformers'
+    python scripts/gpu_check.py texts -k llama    # the tests with these words alone, as of pytest
     TRITON_INTERPRET=1 python scripts/gpu_check.py facts --small      # on a CPU, in Triton's interpreter, in float32
 
 Each command runs a file of tests/gpu, is sized for eight minutes on a card of 80 GB, and adds its part to the JSON
@@ -35,13 +36,14 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         default=Path("gpu-check.json"),
         help="file that the part is added to; default: %(default)s",
     )
+    parser.add_argument("-k", default="", metavar="WORDS", help="run only the tests with these words")
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     names = {"GPU_CHECK_OUT": str(options.out.absolute()), "GPU_CHECK_SMALL": "1" if options.small else ""}
-    words = ["-m", "pytest", "-q", "-m", "gpu", "-W", "ignore", f"tests/gpu/test_{options.command}.py"]
+    words = ["-m", "pytest", "-q", "-m", "gpu", "-W", "ignore", f"tests/gpu/test_{options.command}.py", "-k", options.k]
     status = subprocess.run([sys.executable, *words], cwd=ROOT, env=os.environ | names, check=False).returncode
     record = json.loads(options.out.read_text()) if options.out.is_file() else {}
     if status == 0 and options.command not in record:

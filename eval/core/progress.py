@@ -1,5 +1,6 @@
 """Progress of long phases on standard error: a bar on a terminal, and lines elsewhere, such as in the log of a job."""
 
+import math
 import os
 import sys
 import threading
@@ -13,6 +14,8 @@ MIN_GAP = 12.0
 """Seconds between two lines with figures."""
 MAX_SILENCE = 15.0
 """Seconds without any line."""
+STEADY = 0.25
+"""Share of the time left in which a new estimate of the end replaces most of the one before: estimates do not jump."""
 MIN_WAIT = 1.0
 """Seconds between two checks of whether a line is due."""
 BAR_FORMAT = "{n_fmt}/{total_fmt} {bar} {desc}"
@@ -38,9 +41,16 @@ class Progress:
         self.cold = cold
         self.note = ""
         """Figures shown after the number of units."""
-        self._since = self._last = time.monotonic()
+        self.more = 0.0
+        """Seconds of phases within this one that are still to come."""
+        self._within = 0.0
+        """Seconds that phases within this one took, which are no part of a unit's time."""
+        self._began = self._since = self._last = time.monotonic()
         self._base = done
+        self._end: tuple[float, float] | None = None
+        """Shown time of the end, and when it was estimated."""
         self._logged: float | None = None
+        self._told = self._began
         self._bar: tqdm[Any] | None = None
         self._ended = threading.Event()
         if os.environ.get("RANK", "0") != "0":
@@ -62,8 +72,8 @@ class Progress:
         self.close()
 
     def advance(self, count: int = 1) -> None:
-        self.done = self.done + count
-        self._last = time.monotonic()
+        self.done += count
+        self._last = self._now()
         if self.cold:
             self.cold = False
             self._since = self._last
@@ -71,6 +81,14 @@ class Progress:
         if self._bar is not None:
             self._bar.set_description_str(self._with_time(self.what, self.note), refresh=False)
             self._bar.update(count)
+
+    def tell(self, figures: str) -> None:
+        """Keep figures of units that are not done yet: the next line shows them, or the bar, once a second."""
+        self.note = figures
+        now = time.monotonic()
+        if self._bar is not None and now - self._told >= MIN_WAIT:
+            self._told = now
+            self._bar.set_description_str(self._with_time(self.what, figures))
 
     def log(self, figures: str) -> None:
         """Show figures of the units done. A line is skipped if the one before it was printed a moment ago, unless it
@@ -96,16 +114,28 @@ class Progress:
         self._ended.set()
         if self in Progress.open_phases:
             Progress.open_phases.remove(self)
+            for outer in Progress.open_phases[-1:]:
+                outer._within += time.monotonic() - self._began
         if self._bar is not None:
             self._bar.close()
             self._bar = None
+
+    def _now(self) -> float:
+        """Return the time of a clock that stood still in phases within this one."""
+        return time.monotonic() - self._within
 
     def seconds_left(self) -> float | None:
         units = self.done - self._base
         if self.total is None or units == 0:
             return None
-        left = (self._last - self._since) / units * (self.total - self.done)
-        return max(0.0, left - (time.monotonic() - self._last))
+        now = self._now()
+        remaining = self.total - self.done
+        end = max(now, self._last + (self._last - self._since) / units * remaining)
+        if self._end is not None and remaining:
+            before, at = self._end
+            end += (before - end) * math.exp((at - now) / (MIN_GAP + STEADY * max(0.0, before - at)))
+        self._end = end, now
+        return max(0.0, end - now) + self.more
 
     def _print(self, figures: str | None = None) -> None:
         place = "" if self.total is None else f" {self.done:,}/{self.total:,}"
@@ -116,7 +146,7 @@ class Progress:
 
     def _with_time(self, *parts: str) -> str:
         left = self.seconds_left()
-        spent = time.monotonic() - self._since
+        spent = self._now() - self._since
         clock = ""
         if left is not None:
             clock = f"{tqdm.format_interval(left)} left"

@@ -5,13 +5,14 @@ import json
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from datasets.utils._filelock import FileLock
 from safetensors.torch import load_file
 
-from eval.pages.wandb_run import wandb_mode
+from eval.pages.wandb_run import run_place, wandb_mode
 from heads.core.errors import warn_once
 from heads.registry import HEADS
 from tests.support.faults import signal_at
@@ -19,6 +20,7 @@ from tests.support.refusals import refused
 from tests.support.runs import Settings, lines, measured_run, write_recipe
 from tests.support.wandb_file import identity, outcome
 from train.entry import attempt
+from train.plan.memory_and_flops import Launch, Plan
 from train.recipe.recipe import KINDS, load_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,6 +44,9 @@ def test_a_whole_run_leaves_everything_and_is_not_made_again(
     assert "d2t" not in load_file(folder / "head/model.safetensors")  # the target's whole vocabulary needs no table
     provenance = json.loads((folder / "provenance.json").read_text())
     assert provenance["target"]["path"] == small["target"]["path"]
+    disk = Plan(load_recipe(write_recipe(small)), Launch()).disk()
+    sizes = [sum(file.stat().st_size for file in (folder / name).rglob("*")) for name in ("checkpoints/step-2", "head")]
+    assert [*disk.values()] == pytest.approx([3 * sizes[0], 2 * sizes[1]], rel=0.2)
     assert load_recipe(folder / "recipe.yaml").head.aux_layer_ids == (2, 4, 5)
     assert results["head"]["budget_tokens"] == max(point["tokens"] for point in lines(folder, "train"))
     assert results["head"]["data_sha256"] == provenance["data"]["sha256"]
@@ -66,6 +71,18 @@ def test_the_variable_of_a_cluster_wins_over_a_recipe_that_asks_for_wandb(
     monkeypatch.setenv("WANDB_MODE", "wrong")
     if recipe != "off":
         assert "WANDB_MODE: expected one of online, " in refused(wandb_mode, recipe)
+
+
+def test_the_command_that_uploads_names_every_part_of_a_run_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    parts = [tmp_path / f"wandb/offline-run-20261128_1{hour}0000-x1" for hour in (1, 0, 2)]
+    for part in (*parts, tmp_path / "wandb/offline-run-20261128_130000-y2"):
+        part.mkdir(parents=True)
+    named = [f"wandb/offline-run-20261128_1{hour}0000-x1" for hour in (0, 1, 2)]
+    run = SimpleNamespace(offline=True, id="x1", sync_dir=str(parts[2]))
+    assert run_place(run) == f"wandb: offline; upload the run with: wandb sync {' '.join(named)}"
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EACCES])

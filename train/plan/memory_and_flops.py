@@ -108,6 +108,8 @@ class Plan:
             groups = make_optimizer(self.head, recipe.train.model_copy(update={"optimizer": optimizer})).param_groups
         self.target = target
         self.copy_bytes = sum(_size(tensor, target.dtype.itemsize) for tensor in weights.values())
+        width = getattr(torch, recipe.train.save_dtype).itemsize
+        self.saved_bytes = sum(_size(tensor, width) for tensor in weights.values())
         self.trained = [p for p in self.head.parameters() if p.requires_grad]
         self.gradients = sum(map(_size, self.trained))
         # Muon has one moment, AdamW two and a count of the steps.
@@ -173,6 +175,14 @@ class Plan:
         target_pass = self.target_cost()[0] if launch.features in ("process", "sharded") else 0
         rows[ACTIVATIONS] = max(self.head_cost()[0], target_pass)
         return rows
+
+    def disk(self) -> dict[str, int]:
+        """Return the bytes in the run's folder, by row of the plan. Each file is written beside the one it replaces."""
+        kept, whole = self.recipe.train.keep_checkpoints, sum(map(_size, self.head.state_dict().values()))
+        return {
+            f"{kept} checkpoints, and one being written": (kept + 1) * (whole + self.optimizer),
+            "the head, and one being written": 2 * self.saved_bytes,
+        }
 
     def target_cost(self) -> tuple[int, float]:
         """Return the bytes of activations of a micro-batch's forward pass, and the operations of one token's pass

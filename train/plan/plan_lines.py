@@ -3,6 +3,7 @@
 import argparse
 import math
 import os
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -88,6 +89,7 @@ def plan_lines(plan: Plan, tflops: list[float] | None) -> Iterator[str]:
     sizes |= {"  of these, the target's features": plan.features_bytes, "whole": total, "the device's memory": memory}
     for name, size in sizes.items():
         yield _row(name, number(size / GIB, 2 if size >= 2**27 else 4))
+    yield from disk_lines(plan)
     yield from run_lines(plan, rates, used)
     for file in sorted(CURVES.glob("*.json")):
         record = read_results(file)
@@ -114,6 +116,21 @@ def served_line(verdicts: Sequence[Verdict]) -> str:
     served = ", ".join(verdict.reader for verdict in engines if verdict.serves)
     others = [f"{verdict.reader} {verdict.reason}" for verdict in engines if not verdict.serves]
     return "; ".join([f"served by {served}", *others])
+
+
+def disk_lines(plan: Plan) -> Iterator[str]:
+    """Yield the bytes that a run writes into its folder, and those that are free there."""
+    folder = Path(os.path.abspath(plan.recipe.output_dir))
+    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    disk, free = plan.disk(), shutil.disk_usage(there).free
+    yield f"{'disk in output_dir':44}{'GiB':>12}"
+    for name, size in (disk | {"free there": free}).items():
+        yield _row(name, number(size / GIB, 2 if size >= 2**27 else 4))
+    if (needed := sum(disk.values())) > free:
+        yield (
+            f"the disk is too small: {number((needed - free) / GIB)} GiB too much; free some space, name another "
+            "output_dir, or set train.keep_checkpoints=1"
+        )
 
 
 def run_lines(plan: Plan, rates: list[float], used: float | None) -> Iterator[str]:

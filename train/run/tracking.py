@@ -57,9 +57,14 @@ class Tracker:
         dropped."""
         if not self.main:
             return
-        keep_metrics(self.folder.metrics, step, measured_step)
+        last = keep_metrics(self.folder.metrics, step, measured_step)
         self._file = self.folder.metrics.open("a", encoding="utf-8")
         self._start_trackers(step)
+        if last > step and wandb_mode(self.settings.wandb) != OFF:
+            self.say(
+                f"wandb: steps {step + 1} to {last}, which the interrupted run made after its last checkpoint, are "
+                "logged again"
+            )
         self._progress = Progress("step", self.max_steps, done=step, announced=True, cold=True)
 
     def advance(self) -> None:
@@ -75,8 +80,11 @@ class Tracker:
             f"{count(metrics['tokens_per_second'])} tokens/s"
         )
 
-    def log_eval(self, metrics: Metrics) -> None:
+    def log_eval(self, metrics: Metrics, left: int) -> None:
+        """`left`: number of measurements to come."""
         self._record({"kind": "eval", **metrics})
+        if self._progress is not None:
+            self._progress.more = left * metrics["measuring_seconds"]
         best = "best so far, kept"
         if metrics["best_step"] != metrics["step"]:
             best = f"best {metrics['best_tau']:.3f} at step {metrics['best_step']}"
@@ -168,19 +176,23 @@ def by_depth(rates: Sequence[float | None]) -> str:
     return " ".join([*shown, "..."] if len(rates) > DEPTHS else shown)
 
 
-def keep_metrics(path: Path, step: int, measured_step: int) -> None:
-    """Drop lines of later steps and measurements and damaged lines, so that a resumed run records all once."""
+def keep_metrics(path: Path, step: int, measured_step: int) -> int:
+    """Drop lines of later steps and measurements and damaged lines, so that a resumed run records all once. Return the
+    last step that had a line."""
     if not path.is_file():
-        return
+        return 0
+    last = 0
     lines = []
     for line in path.read_bytes().splitlines():
         try:
             record = json.loads(line)
+            last = max(last, record["step"])
             if record["step"] <= (measured_step if record["kind"] == "eval" else step):
                 lines.append(line.decode() + "\n")
         except (ValueError, KeyError, TypeError, RecursionError):
             continue
     write_text(path, "".join(lines))
+    return last
 
 
 def flat(metrics: Metrics) -> dict[str, float]:
