@@ -54,6 +54,7 @@ class Parser(argparse.ArgumentParser):
         formatter = self._get_formatter()
         shown = [action for action in self._actions if not action.option_strings or action.dest in self.first]
         others = [action.option_strings[-1] for action in self._actions if action not in shown]
+        formatter.add_usage(f"{self.prog} [options] ...", [], [])
         formatter.add_text(self.description)
         formatter.start_section("options")
         formatter.add_arguments(shown)
