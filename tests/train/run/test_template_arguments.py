@@ -78,7 +78,8 @@ def test_an_argument_that_the_template_does_not_read(
     """A recipe's is left out, the command line's is an error, and both are said before weights are loaded."""
     (target / "model.safetensors").unlink()
     settings["target"]["path"] = str(target)
-    settings["data"] |= {"sources": [{"kind": "chat", "path": "x.jsonl"}], "template": {"thinks": False, "calm": True}}
+    chats = write_chats(tmp_path / "x.jsonl", [{"messages": talk("the sea", "so")}])
+    settings["data"] |= {"sources": [chats], "template": {"thinks": False, "calm": True}}
     recipe = str(write_recipe(settings))
     assert read_recipe([recipe]).data.template == {"calm": True}
     (line,) = capsys.readouterr().err.splitlines()
