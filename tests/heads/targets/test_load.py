@@ -251,8 +251,8 @@ def test_a_generation_config_that_cannot_be_fetched_is_not_an_absent_one(
     def cached_file(*_: object, **__: object) -> None:
         raise OSError("no route to the hub") from LocalEntryNotFoundError("generation_config.json")
 
-    monkeypatch.setattr("heads.targets.load.cached_file", cached_file)
     arguments = str(tiny_target_dir), load_tokenizer(str(tiny_target_dir))
+    monkeypatch.setattr("heads.targets.load.cached_file", cached_file)
     for offline in (False, True):
         monkeypatch.setattr("heads.targets.load.is_offline_mode", lambda offline=offline: offline)
         if offline:
