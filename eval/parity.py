@@ -25,6 +25,7 @@ from eval.data.prompts import HELD_OUT_SUITE, check_suites
 from eval.records.measure_settings import BenchSettings, add_settings_options
 from eval.records.result_folders import own_folder, plain_name, short_name
 from eval.servers.openai_client import check_url
+from heads.core.contract import split_draft
 from heads.core.errors import UserError
 
 ENGINES = ("llama.cpp", "openvino", "vllm", "mlx")
@@ -66,6 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     if untrained_kind(options.head):
         raise UserError(f"{options.head}: needs no engine's reader; name a head's folder")
+    if (alone := split_draft(options.head)[1]) != options.head:
+        raise UserError(f"{options.head}: a lookup needs no engine's reader; name the head alone, {alone}")
     check_suites(options.prompts)
     from eval.servers.parity_run import compare, write_parity
 

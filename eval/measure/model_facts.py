@@ -18,7 +18,15 @@ from heads.core.engines import ALL_ENGINES
 from heads.core.errors import UserError
 from heads.core.strict_settings import Settings
 from heads.core.tree import TreeShape, parse_shape
-from heads.formats.engine_folder import Setting, Verdict, behind_lookup, check_contents, look_up_in_vllm, why_unserved
+from heads.formats.engine_folder import (
+    BOTH,
+    Setting,
+    Verdict,
+    behind_lookup,
+    check_contents,
+    look_up_in_vllm,
+    why_unserved,
+)
 from heads.methods.two_drafts import LookupFirst
 from heads.methods.untrained import EarlyExit, Lookup
 from heads.registry import HEADS, kind_of
@@ -66,7 +74,7 @@ def head_facts(
     """Return the identity and the size of the head. Weights that it shares with the target do not count. `target`: the
     one that it drafted for, for the command with which an engine serves the best of its `measurements`. `name`: of one
     of several heads."""
-    _, folder = split_draft(path)
+    match, folder = split_draft(path)
     own = head.head if isinstance(head, LookupFirst) else head
     trained = None if own.is_borrowed else own
     config: Any = getattr(trained, "config", None)
@@ -79,7 +87,9 @@ def head_facts(
     with suppress(UserError):  # files that are gone
         if target is not None:
             engines = engines_for(path, measurements, target_facts(target), head=head, target=target)
-    unserved = why_unserved(engines) if provenance and engines else None
+    unserved = None
+    if provenance and engines:
+        unserved = why_unserved(engines) if match is None else why_unserved(engines, BOTH)
     serve = next((engine.shown for engine in engines if engine.reader in ALL_ENGINES and engine.is_as_measured), None)
     tokens, step, steps = (provenance.get(key) for key in ("tokens", "step", "steps"))
     facts = Head(

@@ -44,6 +44,8 @@ INSTEAD = (
     "(train/distill.py), which they load for nearly all"
 )
 """Advice on a head that no engine serves."""
+BOTH = "to serve both drafts, take a head that llama.cpp loads"
+"""Advice on one behind a lookup."""
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -216,7 +218,8 @@ def behind_lookup(verdict: Verdict, match: int, steps: int) -> Verdict:
     """Return the verdict on a head that drafts where a lookup finds no match of `match` tokens. llama.cpp asks several
     kinds of drafts in turn for `steps` tokens. The other engines have one."""
     if DRAFT_TYPE not in verdict.command:
-        return replace(verdict, unsupported=verdict.unsupported or "drafts by a lookup or by a head, not by both")
+        both = "drafts by a lookup or by a head, not by both"
+        return replace(verdict, unsupported=verdict.unsupported or both, errors=())
     command = verdict.command.replace(DRAFT_TYPE, DRAFT_TYPE.replace("draft-", "ngram-simple,draft-"))
     command += f" --spec-ngram-simple-size-n {match} --spec-ngram-simple-size-m {steps}"
     note = (
@@ -273,11 +276,11 @@ def why_unfit(verdicts: Sequence[Verdict], serve: Sequence[str] | None = None) -
     return why_unserved(verdicts)
 
 
-def why_unserved(verdicts: Sequence[Verdict]) -> str | None:
-    """Return the reason why no engine serves a head, or None if one does."""
+def why_unserved(verdicts: Sequence[Verdict], advice: str = INSTEAD) -> str | None:
+    """Return the reason why no engine serves a head, with advice, or None if one does."""
     if any(verdict.serves for verdict in verdicts if verdict.reader in ALL_ENGINES):
         return None
-    return f"no engine serves it, so it runs in this runtime only: {_reasons(verdicts, ALL_ENGINES)}; {INSTEAD}"
+    return f"no engine serves it, so it runs in this runtime only: {_reasons(verdicts, ALL_ENGINES)}; {advice}"
 
 
 def _reasons(verdicts: Sequence[Verdict], readers: Sequence[str]) -> str:

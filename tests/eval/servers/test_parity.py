@@ -151,6 +151,7 @@ def test_rounds_are_counted_as_engines_count_them(target: FrozenTarget) -> None:
     ("words", "fault"),
     [
         (["lookup:3", "--engine", "llama.cpp"], "lookup:3: needs no engine's reader"),
+        (["lookup:3+HEAD", "--engine", "llama.cpp"], "name the head alone, HEAD"),
         (["HEAD", "--engine", "openvino", "--server", "http://x"], "--server: openvino has no server"),
         (["HEAD", "--engine", "mlx", "--engine-head", "x"], "mlx reads the folders as they are"),
         (["HEAD", "--engine", "llama.cpp", "--tree", "tree:2x2x4"], "--tree: engines draft chains here"),
