@@ -36,9 +36,11 @@ def environment(target: FrozenTarget) -> dict[str, Any]:
 
 
 def dtype_options(target: FrozenTarget) -> list[str]:
-    """Return the options of a command that load the target in this dtype and quantisation."""
+    """Return the options of a command that load the target in this dtype and quantisation, with this tokenizer."""
     quantize = ["--quantize", target.quantize] if target.quantize else []
-    return ["--dtype", str(target.dtype).removeprefix("torch."), *quantize]
+    fix = target.fix_mistral_regex
+    tokenizer = [] if fix is None else ["--fix-mistral-regex", str(fix).lower()]
+    return ["--dtype", str(target.dtype).removeprefix("torch."), *quantize, *tokenizer]
 
 
 def machine(device: torch.device) -> dict[str, Any]:

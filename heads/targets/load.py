@@ -122,7 +122,7 @@ def open_target(
             ) from error
         raise _fault(path, what, error, remedy) from error
     model, info = loaded
-    if has_file(path, ADAPTER_CONFIG):
+    if holds(path, ADAPTER_CONFIG):
         warn_once(
             f"{path}: the adapter beside its weights ({ADAPTER_CONFIG}) is not read, as engines read the weights "
             f"alone; target.adapter={path} merges one"
@@ -320,11 +320,15 @@ def load_tokenizer(
 
 def is_adapter(path: str) -> bool:
     """Return True for a folder or a repository of a peft adapter without a model's weights."""
+    return [holds(path, name) for name in (ADAPTER_CONFIG, ONLY, INDEX)] == [True, False, False]
+
+
+def holds(path: str, name: str) -> bool:
+    """Return True if a folder or a repository has a file, False also where that cannot be known."""
     try:
-        holds = [has_file(path, name) for name in (ADAPTER_CONFIG, ONLY, INDEX)]
-    except (OSError, ValueError):  # reported in its own words
+        return has_file(path, name)
+    except (OSError, ValueError):
         return False
-    return holds == [True, False, False]
 
 
 def take_processor_template(tokenizer: PreTrainedTokenizerBase, path: str) -> None:

@@ -30,6 +30,7 @@ from heads.core.errors import UserError, first_line
 from heads.core.files import check_folder, write_bytes
 from heads.methods.initial_weights import probe_tokens, probed_rows
 from heads.targets.frozen_target import Features, FrozenTarget
+from heads.targets.identity import changes
 from train.core.processes import on_main
 from train.data.packing import Mixture, Pool, empty_rows, text_rows
 from train.features.feature_settings import CacheFeatures
@@ -64,10 +65,10 @@ def check_holds(folder: Path, about: dict[str, Any], wanted: dict[str, Any], *, 
         present = about.get(name, value if name == "settings" else None)  # unknown to earlier versions
         has_more = name == "aux_layer_ids" and not exact and set(value) <= set(present or ())
         if present != value and not has_more:
-            raise UserError(
-                f"features.folder {folder}: {name}: holds {present!r}, expected {value!r}; fill another folder with "
-                f"{COMMAND}"
-            )
+            what = f"{name}: holds {present!r}, expected {value!r}"
+            if name == "settings":
+                what = f"of another target: {'; '.join(changes({name: present}, {name: value}))}"
+            raise UserError(f"features.folder {folder}: {what}; fill another folder with {COMMAND}")
 
 
 def encode(streams: Tensor, dtype: str) -> dict[str, Tensor]:

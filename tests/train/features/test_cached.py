@@ -107,8 +107,13 @@ def test_an_interrupted_filling_goes_on(filled: Settings, monkeypatch: pytest.Mo
 def test_every_difference_is_refused(filled: Settings) -> None:
     folder = Path(filled["features"]["folder"])
     about = Shard(shard_of(filled)).about
-    assert about.keys() == {"format", "target", "settings", "aux_layer_ids", "dtype", "precision", "row_length", "data"}
-    for key in about.keys() - {"settings"}:  # of the target's config
+    names = {"format", "target", "aux_layer_ids", "dtype", "precision", "row_length", "data"}
+    assert about.keys() == names | {"settings"}
+    edited = about | {"settings": about["settings"] | {"rms_norm_eps": 0.1}}
+    with pytest.raises(UserError, match="rms_norm_eps was .*, is its default; fill"):
+        check_holds(folder, edited, about)
+    check_holds(folder, {key: about[key] for key in names}, about)  # of an earlier version
+    for key in names:
         with pytest.raises(UserError, match=rf"features\.folder .*: {key}: holds 'x', expected .*; fill another"):
             check_holds(folder, about | {key: "x"}, about)
     filled["data"] = filled["data"] | {"context_length": 16}
