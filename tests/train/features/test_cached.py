@@ -110,7 +110,7 @@ def test_every_difference_is_refused(filled: Settings) -> None:
     names = {"format", "target", "aux_layer_ids", "dtype", "precision", "row_length", "data"}
     assert about.keys() == names | {"settings"}
     edited = about | {"settings": about["settings"] | {"rms_norm_eps": 0.1}}
-    with pytest.raises(UserError, match="rms_norm_eps was .*, is its default; fill"):
+    with pytest.raises(UserError, match=r"rms_norm_eps was .*, is its default; fill"):
         check_holds(folder, edited, about)
     check_holds(folder, {key: about[key] for key in names}, about)  # of an earlier version
     for key in names:
