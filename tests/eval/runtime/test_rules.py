@@ -200,7 +200,7 @@ class Copying(Drafter):
         return Proposal(chain, (chain - 1).clamp_min(0), chain, chain.float())
 
 
-@pytest.mark.parametrize("rule", RULES[1:])
+@pytest.mark.parametrize("rule", ["ratio", "block"])
 def test_a_draft_without_a_distribution_is_refused_by_rules_that_need_one(rule: str) -> None:
     engine = open_engine(target_of("llama"), Copying(), "chain:2", max_length=32, rule=rule)
     with pytest.raises(UserError, match=f"rule {rule} needs the distribution that the draft was drawn from"):
@@ -230,7 +230,7 @@ def verdict_on(name: str, text: str, tokens: list[int], p: Tensor, q: Tensor) ->
     return rule.accept_probs(Proposal(torch.tensor([tokens]), parents, node, node.float()), p[None])
 
 
-@pytest.mark.parametrize("name", RULES[1:])
+@pytest.mark.parametrize("name", ["ratio", "block"])
 @pytest.mark.parametrize("other", [[0.25, 0.25, 0.5], [0.25, 0.25, 0.5 + 1e-7]])
 def test_a_draft_that_agrees_with_the_target_leaves_no_nan(name: str, other: list[float]) -> None:
     """Fault: where p = q nothing is left of p - q, and the distribution after a refusal is 0 / 0."""
