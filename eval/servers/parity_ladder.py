@@ -12,7 +12,7 @@ Only greedy texts are compared. Engines count differently; `Counting` says how.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -110,6 +110,8 @@ class Ladder:
         outputs = engine.generate(requests)
         texts = [cut(output.tokens, self.new_tokens, self.target.eos_token_ids) for output in outputs]
         counting = COUNTING[self.engine]
+        if self.engine == "openvino" and kind_of(self.head) != "eagle3":
+            counting = replace(counting, counts_last=True)
         pairs = zip(outputs, texts, strict=True)
         return Run(texts, [counted(output, text, depth, self.new_tokens, counting) for output, text in pairs])
 
