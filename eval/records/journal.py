@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
+from heads.core.errors import UserError
 from heads.core.files import lock
 
 UNFINISHED = "unfinished.jsonl"
@@ -88,7 +89,7 @@ def keep_journal(folder: Path, about: dict[str, Any]) -> Iterator[Journal]:
         try:
             yield journal
         except BaseException as error:
-            if not journal.number:
+            if not journal.number or isinstance(error, UserError):
                 path.unlink(missing_ok=True)
             elif type(error) is KeyboardInterrupt:
                 raise KeyboardInterrupt(f"; {folder} keeps what was measured, and the same command goes on") from None

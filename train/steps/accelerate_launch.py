@@ -21,8 +21,6 @@ from typing import Any
 import psutil
 import torch
 from accelerate import Accelerator, PartialState
-from accelerate.commands.config.config_args import default_config_file, load_config_from_file
-from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import (
     DistributedType,
     InitProcessGroupKwargs,
@@ -140,6 +138,9 @@ def check_started() -> None:
 
 def _check_started(words: list[str], folder: str) -> None:
     """`words`: the arguments of `accelerate launch`, given in a working folder."""
+    from accelerate.commands.config.config_args import default_config_file, load_config_from_file
+    from accelerate.commands.launch import launch_command_parser
+
     asked, _ = launch_command_parser().parse_known_args(words)
     file = os.path.join(folder, asked.config_file) if asked.config_file else default_config_file
     config = load_config_from_file(file) if os.path.isfile(file) and (asked.config_file or not asked.cpu) else None
