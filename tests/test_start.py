@@ -76,7 +76,8 @@ def test_neither_help_nor_a_mistyped_command_imports_anything_heavy() -> None:
 
 def test_what_a_run_may_do_without_is_imported_where_it_is_used() -> None:
     files = [path for folder in ("heads", "eval", "train", "scripts") for path in (ROOT / folder).rglob("[!_]*.py")]
-    names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in files]
+    own = [path for path in files if path.parent.name != "inside"]  # which run in the environments of engines
+    names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in own]
     look = "import importlib, sys; [importlib.import_module(name) for name in sys.argv[1:]]; print(*sys.modules)"
     done = run("-c", look, *names)
     assert done.returncode == 0 and not {"wandb", "deepspeed", "openai"} & set(done.stdout.split()), done.stderr

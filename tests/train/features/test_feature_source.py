@@ -35,8 +35,9 @@ def test_a_whole_copy_is_loaded_once_where_there_is_room(
     room: bool, copies: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("train.features.feature_source.has_room", lambda _: room)
-    without_layers, loaded = make_target("llama", torch.float32), []
-    drop_layers(without_layers, torch.device("cpu"), None)
+    loaded: list[FrozenTarget] = []
+    without_layers = make_target("llama", torch.float32)
+    without_layers.move(torch.device("cpu"), None, drop_layers)
 
     def load() -> FrozenTarget:
         loaded.append(make_target("llama", torch.float32))
