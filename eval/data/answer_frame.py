@@ -40,6 +40,8 @@ class Frame(NamedTuple):
     prompt without `opened`."""
     lead: str = ""
     """Text that the target writes before an answer without reasoning, such as gpt-oss's name of a channel."""
+    trail: str = ""
+    """Text that it writes after an answer, before the token that ends it."""
     before: str = ""
     """Text that the target writes after the prompt and before its reasoning."""
     after: str = ""
@@ -56,7 +58,7 @@ def frame_of(template: ChatTemplate) -> Frame:
     prompt = template.probe(QUESTION, answer_next=True)
     plain = template.probe(QUESTION, ANSWER)
     start = plain.find(ANSWERED)
-    begin = _shared(prompt, plain)
+    begin = shared_start(prompt, plain)
     if start < 0 or begin < common_prefix(prompt, template.probe(QUESTION)):
         return Frame()  # it rewrites prompts; conversations that it spoils are refused one by one
     opened = prompt[begin:]
@@ -66,17 +68,21 @@ def frame_of(template: ChatTemplate) -> Frame:
         asking = replace(template, arguments={**template.arguments, name: True})
         other = asking.probe(QUESTION, answer_next=True)
         is_closed = other != prompt and (asking.frame.after != "" or (opened != "" and not other.endswith(opened)))
-    # What stands before the answer may also be the target's own, such as gpt-oss's name of a channel.
-    is_empty = not is_closed if opened else after != "" and blank(between) == blank(before + after)
+    # What stands before the answer may also be the target's own, such as gpt-oss's name of a channel, or Cohere2MoE's
+    # token before a text, which stands behind a reasoning, too.
+    is_own = after.endswith(between) and blank(after) != blank(between)
+    is_empty = not (is_closed or is_own) if opened else after != "" and blank(between) == blank(before + after)
     rest = plain[start + len(ANSWERED) :]
     following: dict[str, str] = {}
-    if not template.ends.search(rest):
+    last = template.ends.search(rest)
+    if last is None:
         for role in ("user", "tool"):
             next_turn = template.probe(QUESTION, ANSWER, {"role": role, "content": NEXT}).partition(ANSWERED)[2]
             end = template.ends.search(next_turn.partition(NEXT)[0])
             if end is not None and next_turn.startswith(rest):
                 following[role] = next_turn[len(rest) : end.end()]
-    found = Frame(opened, before=before, after=after, is_closed=is_closed, following=following)
+    trail = "" if last is None else rest[: last.start()]
+    found = Frame(opened, trail=trail, before=before, after=after, is_closed=is_closed, following=following)
     return found._replace(empty=between) if is_empty else found._replace(lead=between)
 
 
@@ -84,13 +90,15 @@ def _form_of_reasoning(template: ChatTemplate, prompt: str, between: str) -> tup
     """Return `before`, `after` and `is_closed` of the frame. A template that drops the reasoning of a final answer
     may render it in a turn that calls a tool. `between`: what stands between the prompt and an answer."""
     for calls, text in template.thinking_texts:
-        begin = _shared(prompt, text)
+        begin = shared_start(prompt, text)
         before, _, rest = text[begin:].partition(THOUGHT)
         after = rest.partition(ANSWERED)[0]
         if calls and CALLED["function"]["name"] in after:  # Gemma 4 renders calls before the text
             plain = template.probe(QUESTION, {**ANSWER, **calls})
-            after = rest.removesuffix(plain[_shared(prompt, plain) :])
-        return before, after, blank(after) != "" and blank(prompt[begin:]).endswith(blank(after))
+            after = rest.removesuffix(plain[shared_start(prompt, plain) :])
+        rest = blank(prompt[begin:])
+        is_closed = rest.endswith(blank(after)) or blank(after).startswith(rest)
+        return before, after, rest != "" and blank(after) != "" and is_closed
     if opening := OPENS.search(prompt):
         closing = f"</{opening[1]}>"
         return "", between if between.strip() == closing else f"\n{closing}\n\n", False
@@ -122,6 +130,6 @@ def default_of(template: ChatTemplate, name: str, *conversations: Sequence[Messa
     return "" if TUNES.search(name) and all(low) and low != usual else None
 
 
-def _shared(prompt: str, text: str) -> int:
+def shared_start(prompt: str, text: str) -> int:
     """Return the number of characters with which both begin, without a tag or token that is cut."""
     return len(PARTIAL.sub("", prompt[: common_prefix(prompt, text)]))

@@ -165,7 +165,7 @@ class ChatTemplate:
         reasoning parser gives it: the reasoning apart, and without the token that ended the answer."""
         frame = self.frame
         written = answer[:-1] if answer and answer[-1] in self.special_ids | self.all_end_ids else answer
-        text = str(self.tokenizer.decode(list(written), clean_up_tokenization_spaces=False))
+        text = str(self.tokenizer.decode(list(written), clean_up_tokenization_spaces=False)).removesuffix(frame.trail)
         opening = frame.before.strip()
         closing = frame.after.strip()
         opened = "" if frame.is_closed else self.prompt_end.strip()
@@ -298,24 +298,24 @@ class ChatTemplate:
         if not any("tool_calls" in message for message in messages):
             return messages
         faults: list[RecordError] = []
-        silent = ""
-        plain: list[Message] = [{**message} for message in messages]
-        for message in plain:
-            message.pop("tool_calls", None)
-        with suppress(RecordError):
-            silent = self.render(plain, place=place, tools=tools)
+        # A call's name may stand in the text beside it, too, which not every template renders.
+        bare: list[Message] = [
+            {**message, "content": ""} if "tool_calls" in message else message for message in messages
+        ]
+        plain = [{key: value for key, value in message.items() if key != "tool_calls"} for message in bare]
+        silent = self.probe(*plain, tools=tools)
         for form in CALL_FORMS:
-            formed = with_calls(messages, form, place)
+            formed = with_calls(bare, form, place)
             calls = (call for message in formed for call in message.get("tool_calls", ()))
             names = Counter(str(call.get("function", call).get("name")) for call in calls)
             try:
                 text = self.render(formed, place=place, tools=tools)
             except RecordError as error:
                 faults.append(error)
-            else:
-                if all(text.count(name) >= silent.count(name) + count for name, count in names.items()):
-                    return formed
-        if faults:
+                continue
+            if all(text.count(name) >= silent.count(name) + count for name, count in names.items()):
+                return with_calls(messages, form, place)
+        if len(faults) == len(CALL_FORMS):
             raise faults[0]
         raise RecordError(f"{place}: the chat template renders no tool calls; leave it out", "tool calls not rendered")
 
@@ -346,9 +346,11 @@ def check_rendered(
     messages: Iterable[tuple[int, Message]], text: str, place: str, name: str, answer: int | None = None
 ) -> None:
     """Raise RecordError if a rendered text lacks the text of one of the numbered turns. Spaces, escapes of JSON and the
-    reasoning may differ, and of turns of the assistant other than number `answer` only the end is looked for. `name`:
-    that of the template."""
+    reasoning may differ. Of turns of the assistant other than number `answer` only the end is looked for, and nothing
+    where they call a tool: servers leave out, too, what the template leaves out there. `name`: that of the template."""
     for number, message in messages:
+        if "tool_calls" in message and number != answer:
+            continue
         content = message["content"].rpartition(REASONING_END)[2].strip()
         if message["role"] == "assistant" and number != answer:
             content = content[-TAIL:]

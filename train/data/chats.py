@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from eval.data.answer_frame import REASONING_END, THOUGHTS
+from eval.data.answer_frame import OPENS, REASONING_END, THOUGHTS, shared_start
 from eval.data.chat_template import ChatTemplate, check_rendered, without_second_bos
 from eval.data.conversation_forms import FINISH, REASONING
 from eval.data.data_files import Message, RecordError
@@ -43,6 +43,7 @@ RENDERED = "texts are rendered by the chat template already: their labels are th
 CUT = ("length", "max_tokens")
 """Reasons, by servers' names, for which an answer ended at a limit: no end token follows it."""
 TAGGED = "answers have reasoning in tags in their text, where the chat template knows none: the tags are labels"
+BESIDE_CALL = "answers are no labels: they have text beside a tool call, which the chat template does not keep"
 KNOWN = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", "weight", FINISH, *REASONING})
 """Keys of a turn whose meaning is known."""
 WEIGHT_LIKE = re.compile("weight|train|loss|mask|learn|supervis|ignore")
@@ -109,19 +110,28 @@ def read_conversation(
     messages = template.prepared(messages, place=place, tools=tools)
     texts: list[Rendered] = []
     notes = [] if tools is None or template.reads_tools else [NO_TOOLS]
+    faults: list[RecordError] = []
     num_read = 0
     for answer in trained_answers(messages, place)[-1 if last_only else 0 :]:
         prompt = template.render(messages[:answer], place=place, tools=tools, answer_next=True)
         whole = template.render(messages[: answer + 1], place=place, tools=tools)
-        prompt, whole, fresh_notes = _read_answer(template, messages[: answer + 1], prompt, whole, place)
-        notes += fresh_notes
-        before = texts.pop() if texts and prompt.startswith(texts[-1].text) else Rendered("", [])
         fresh = enumerate(messages[num_read : answer + 1], start=num_read + 1)
-        check_rendered(fresh, whole[len(before.text) :], place, template.called, answer + 1)
-        texts.append(Rendered(whole, before.answers))
-        before.answers.append((len(prompt), len(whole)))
+        try:
+            prompt, whole, fresh_notes = _read_answer(template, messages[: answer + 1], prompt, whole, place)
+            continues = texts != [] and prompt.startswith(texts[-1].text)
+            before = texts[-1] if continues else Rendered("", [])
+            check_rendered(fresh, whole[len(before.text) :], place, template.called, answer + 1)
+        except RecordError as error:
+            if not ("tool_calls" in messages[answer] and messages[answer]["content"].strip()):
+                raise
+            faults.append(error)
+            continue
+        texts[-1 if continues else len(texts) :] = [Rendered(whole, [*before.answers, (len(prompt), len(whole))])]
+        notes += fresh_notes
         num_read = answer + 1
-    return texts, notes
+    if not texts:
+        raise faults[0]
+    return texts, notes + [BESIDE_CALL] * len(faults)
 
 
 def trained_answers(messages: Sequence[Message], place: str) -> list[int]:
@@ -151,12 +161,7 @@ def _read_answer(
     reasoning = [*filter(None, reasoning)]
     if reasoning and frame.is_closed:
         raise _unasked(template, number, place)
-    head = prompt.removesuffix(frame.opened)
-    if not whole.startswith(head):
-        whole = head + _after(template, messages, head, whole, place)
-    opening = template.traits.opening
-    if opening and whole.startswith(head + opening):  # after a tool's results, where the prompt has none (Gemma 4)
-        whole = head + whole[len(head + opening) :]
+    head, whole = _aligned(template, messages, prompt.removesuffix(frame.opened), whole, place)
     bare = head + frame.empty
     notes = [
         f"answers have a key {key!r}, which is not read; if it marks what not to train on, call it weight (0 or 1)"
@@ -184,11 +189,13 @@ def _read_answer(
     elif frame.is_closed:
         whole = prompt + whole[len(head) :]
     elif bare != prompt and whole.startswith(bare):
-        prompt = bare
-        if (frame.opened + frame.empty).strip():
+        if (prompt.removeprefix(head) + frame.empty).strip():
             notes.append(template.unreasoned)
+        prompt = bare
+    elif OPENS.search(prompt):  # the template puts the answer into it
+        notes.append(template.unreasoned)
     if not whole.startswith(prompt):
-        prompt = prompt[: common_prefix(prompt, whole)]
+        prompt = prompt[: shared_start(prompt, whole)]
     for text in (message["content"], *reasoning):
         if (end := template.ends.search(text)) is not None and template.ends.sub("", text[end.end() :]).strip():
             raise RecordError(
@@ -214,6 +221,25 @@ def _unasked(template: ChatTemplate, number: int, place: str) -> RecordError:
         f"{place}: turn {number} has reasoning, and the prompt asks for none; {remedy}, or give records without",
         "with reasoning, where the prompt asks for none",
     )
+
+
+def _aligned(template: ChatTemplate, messages: Sequence[Message], head: str, whole: str, place: str) -> tuple[str, str]:
+    """Return the prompt and the text with its answer, so that the one begins with the other, from `head`, the prompt up
+    to what stands in prompts alone, and `whole`, what the template renders of `messages`."""
+    opening = template.traits.opening
+    turn = head.removesuffix(template.prompt_end)
+    before = head.removesuffix(opening)
+    if whole.startswith(head):
+        # After a tool's results the prompt may go on in their turn, without an opening (Gemma 4).
+        is_opened = opening != "" and whole.startswith(head + opening)
+        return head, head + whole[len(head + opening) :] if is_opened else whole
+    if whole.startswith(
+        turn
+    ):  # an answer has no reasoning, for which prompts open one (Nemotron Nano 2), or ask for none
+        return (turn, whole) if OPENS.search(head) else (head, head + whole[len(turn) :])
+    if before != head and whole.startswith(before):  # it goes on in the turn of a tool's results (Apertus)
+        return head, head + whole[len(before) :]
+    return head, head + _after(template, messages, head, whole, place)
 
 
 def _after(template: ChatTemplate, messages: Sequence[Message], head: str, whole: str, place: str) -> str:

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from eval.data.chat_template import ChatTemplate
 from eval.data.data_files import Message, RecordError
 from eval.data.template_traits import blank
-from train.data.chats import TAGGED, encode_conversations, read_conversation, read_rendered
+from train.data.chats import BESIDE_CALL, TAGGED, encode_conversations, read_conversation, read_rendered
 
 Text = Callable[[Message], str]
 
@@ -38,6 +38,8 @@ class Family:
     """The same, with reasoning. None: the template renders none."""
     bare: tuple[str, str] = ("", "")
     """Without reasoning: the end of the prompt that the document does not have, and what it has there instead."""
+    bare_call: tuple[str, str] = ("", "")
+    """The same of a turn that calls a tool."""
     arguments: dict[str, Any] = field(default_factory=dict)
     specials: str = ""
     """Further special tokens."""
@@ -443,7 +445,55 @@ MINISTRAL = Family(
     reasoned=lambda m: f"[THINK]{m['reasoning_content']}[/THINK]{m['content']}</s>",
 )
 
+# The prompt opens a reasoning, or closes it to ask for none; tokens stand around a text, and it has none beside calls.
+COHERE_2_MOE = Family(
+    "{{ bos_token }}{% for m in messages %}<|START|>{% if m.role != 'assistant' %}<|{{ m.role }}|><|TEXT|>"
+    "{{ m.content }}<|END_TEXT|>{% else %}<|CHATBOT|>{% if m.reasoning_content %}<|THINK|>{{ m.reasoning_content }}"
+    "<|END_THINK|>"
+    "{% endif %}{% if m.tool_calls %}<|ACTION|>{{ m.tool_calls[0].function | tojson }}<|END_ACTION|>{% else %}<|TEXT|>"
+    "{{ m.content }}<|END_TEXT|>{% endif %}{% endif %}<|END|>{% endfor %}{% if add_generation_prompt %}<|START|>"
+    "<|CHATBOT|><|THINK|>{% if reasoning is defined and not reasoning %}<|END_THINK|>{% endif %}{% endif %}",
+    ends="<|END|>",
+    specials="<|START|> <|CHATBOT|> <|TEXT|> <|END_TEXT|> <|THINK|> <|END_THINK|> <|ACTION|> <|END_ACTION|>",
+    answer=lambda m: f"<|TEXT|>{m['content']}<|END_TEXT|><|END|>",
+    call=lambda m: f'<|ACTION|>{{"name": "look", "arguments": {arguments(m)}}}<|END_ACTION|><|END|>',
+    reasoned=lambda m: f"{m['reasoning_content']}<|END_THINK|><|TEXT|>{m['content']}<|END_TEXT|><|END|>",
+    bare=("<|THINK|>", ""),
+)
+COHERE_2_MOE_NOT_THINKING = replace(
+    COHERE_2_MOE, arguments={"reasoning": False}, reasoned=None, bare=("", ""), asks_for_none=True
+)
+# The results of tools stand in the turn that calls them, which prompts open once more; no token ends the last answer.
+APERTUS = Family(
+    "{{ bos_token }}{% set ns = namespace(opened=false) %}{% for m in messages %}{% if m.role == 'tool' %}"
+    "[{{ m.content }}]{% elif m.role == 'assistant' %}{{ '<|assistant|>' if not ns.opened }}{% set ns.opened = true %}"
+    "{{ m.content }}{% if m.tool_calls %}<|calls|>{{ m.tool_calls[0].function | tojson }}<|called|>{% endif %}"
+    "{% else %}{{ '<|assistant_end|>' if ns.opened }}{% set ns.opened = false %}<|{{ m.role }}|>{{ m.content }}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}",
+    ends="<|assistant_end|> <|called|>",
+    specials="<|user|> <|system|> <|assistant|> <|calls|>",
+    answer=lambda m: m["content"] + "<|assistant_end|>",
+    call=lambda m: f'<|calls|>{{"name": "look", "arguments": {arguments(m)}}}<|called|>',
+)
+# Prompts open a reasoning, which an answer's text goes on in, and calls do not have.
+NEMOTRON_NANO_2 = Family(
+    "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>\n{{ '<think>\n' if m.content and loop.last and"
+    " m.role == 'assistant' }}{{ m.content }}{% for c in m.tool_calls or [] %}<TOOLCALL>{{ c.function | tojson }}"
+    "</TOOLCALL>{% endfor %}{{ '<|end|>\n' if m.role == 'assistant' else '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n<think>\n{% endif %}",
+    ends="<|end|>",
+    specials="<|user|> <|system|> <|assistant|> <|tool|>",
+    answer=lambda m: m["content"] + "<|end|>",
+    call=lambda m: f'<TOOLCALL>{{"name": "look", "arguments": {arguments(m)}}}</TOOLCALL><|end|>',
+    reasoned=lambda m: f"{m['reasoning_content']}\n</think>\n\n{m['content']}<|end|>",
+    bare_call=("<think>\n", ""),
+)
+
 FAMILIES = {
+    "Cohere2MoE": COHERE_2_MOE,
+    "Cohere2MoE, not thinking": COHERE_2_MOE_NOT_THINKING,
+    "Apertus": APERTUS,
+    "Nemotron Nano 2": NEMOTRON_NANO_2,
     "Llama 3": LLAMA_3,
     "Qwen2.5": QWEN_2_5,
     "Qwen3": QWEN_3,
@@ -553,8 +603,9 @@ def test_labels_are_what_the_target_writes_after_the_prompt_as_served(name: str,
     expected = []
     for n in answers:
         prompt = template.render(template.prepared(as_read[:n], place=""), place="", answer_next=True)
-        if "reasoning_content" not in as_read[n] and prompt.endswith(family.bare[0]):
-            prompt = prompt.removesuffix(family.bare[0]) + family.bare[1]
+        opened, empty = max(family.bare, family.bare_call if "tool_calls" in as_read[n] else family.bare)
+        if "reasoning_content" not in as_read[n] and prompt.endswith(opened):
+            prompt = prompt.removesuffix(opened) + empty
         expected.append((ids(prompt), ids(str(written(family, as_read[n])))))
 
     texts, _ = read_conversation(template, messages, place="f:1")
@@ -595,7 +646,7 @@ def test_an_answer_is_given_back_as_a_server_with_a_reasoning_parser_gives_it(na
         return template.render(messages, place="", answer_next=True)
 
     first, next_turn = prompt(TURNS[0]), TURNS[2]
-    is_opened = first.rstrip().endswith("<think>")
+    is_opened = first.rstrip().endswith(("<think>", "<|THINK|>"))
     for message in REASONED[1:2] * bool(family.reasoned) + TURNS[1:2] * (not is_opened):
         turn = template.turn(first, template.tokenizer(written(family, message))["input_ids"])
         assert blank(prompt(TURNS[0], turn, next_turn)) == blank(prompt(TURNS[0], message, next_turn))
@@ -616,3 +667,14 @@ def test_reasoning_where_the_prompt_asks_for_none_is_refused(name: str, messages
 def test_tags_that_the_template_does_not_know_are_text_of_the_answer(name: str) -> None:
     assert TAGGED in read_conversation(template_of(name), IN_TEXT, place="f:1")[1]
     assert TAGGED not in read_conversation(template_of(name), TURNS, place="f:1")[1]
+
+
+def test_an_answer_whose_text_beside_a_call_the_template_drops_is_context() -> None:
+    template = template_of("Cohere2MoE")
+    beside: list[Message] = [CALLED[0], {**CALLED[1], "content": "let me look"}, *CALLED[2:]]
+    (rendered,), notes = read_conversation(template, beside, place="f:1")
+    assert [rendered.text[start:end] for start, end in rendered.answers] == ["<|TEXT|>the sea<|END_TEXT|><|END|>"]
+    assert BESIDE_CALL in notes and rendered.text == read_conversation(template, CALLED, place="f:1")[0][0].text
+    template.prompt(beside[:3], place="f:1")  # as a server renders it
+    with pytest.raises(RecordError, match=r"leaves out the text of turn 2 \(assistant, 'let me look'\)"):
+        read_conversation(template, beside[:2], place="f:1")
