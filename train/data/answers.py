@@ -5,7 +5,8 @@ line is a record that a source of kind chat (or text) reads, with the token ids 
 
     {"messages": [...], "number": 3, "exchanges": [[prompt ids, answer ids], ...], "cut": null}
 
-The name of the folder is a hash of everything on which the answers depend.
+The name of the folder is a hash of everything on which the answers depend. Its `made_of.json` holds that in plain
+values, so that a run that answers again can say what changed.
 """
 
 import hashlib
@@ -30,9 +31,11 @@ from eval.servers.openai_client import ServerClient
 from heads.core.errors import UserError
 from heads.core.files import lock
 from heads.targets.frozen_target import FrozenTarget
+from heads.targets.identity import changes
 from train.data.answering_server import AnsweringServer, answer_by_server
 from train.data.chats import join_texts
 from train.data.corpus import (
+    HELD_OUT,
     Corpus,
     Document,
     Reader,
@@ -128,6 +131,8 @@ def _read_prompts(
         if isinstance(source, ChatSource):  # faults are counted in all records
             for record in islice(source.records(), num_read, None):
                 try:
+                    if source.holds_out(record):
+                        raise RecordError("", HELD_OUT)
                     read_asked(record)
                     yield [Document.of([], [])]
                 except RecordError as error:
@@ -164,10 +169,10 @@ class TargetAnswers:
     reader: Reader
 
     @cached_property
-    def folder(self) -> Path:
-        """The folder of the answers to these prompts by this target with these sampling settings."""
+    def made_of(self) -> dict[str, Any]:
+        """Everything on which the answers depend, besides the target, as plain values."""
         settings, target = self.settings, self.target
-        key: dict[str, Any] = {"target": target.fingerprint, "settings": target.settings, "dtype": str(target.dtype)}
+        key: dict[str, Any] = {"dtype": str(target.dtype)}
         key |= {"new_tokens": settings.new_tokens, "temperature": settings.temperature}
         key["ends"] = sorted(target.eos_token_ids)  # of files that a user may edit
         if settings.temperature > 0:
@@ -175,7 +180,33 @@ class TargetAnswers:
         if settings.server is not None:  # a server has its own kernels and dtype
             key["server"] = settings.server.model or target.name
         key["prompts"] = [prompts.fingerprint for prompts in self.prompts]
-        return cache_root() / "answers" / fingerprint(key)
+        return key
+
+    @cached_property
+    def folder(self) -> Path:
+        """The folder of the answers to these prompts by this target with these sampling settings."""
+        target = {"target": self.target.fingerprint, "settings": self.target.settings}
+        return cache_root() / "answers" / fingerprint(self.made_of | target)
+
+    def describe_change(self) -> None:
+        """Say why earlier answers to records of the same sources, if there are any, are not these; note what these are
+        made of."""
+        file = self.folder / "made_of.json"
+        if file.is_file():
+            return
+        sources = fingerprint({"sources": [prompts.source.content() for prompts in self.prompts]})
+        now = {"sources": sources, "target": self.target.identity, "made_of": self.made_of}
+        earlier = sorted(self.folder.parent.glob(f"*/{file.name}"), key=lambda path: path.stat().st_mtime, reverse=True)
+        records = (json.loads(path.read_bytes()) for path in earlier)
+        if was := next((record for record in records if record["sources"] == sources), None):
+            found = changes(was["target"], self.target.identity)
+            for name in sorted(was["made_of"].keys() | self.made_of.keys()):
+                before, after = was["made_of"].get(name), self.made_of.get(name)
+                if before != after:
+                    found.append(f"other {name}" if isinstance(after, list) else f"{name} was {before}, is {after}")
+            self.reader.say(f"data.regenerate: earlier answers are not used: {'; '.join(found)}")
+        with cache_errors(self.folder):
+            file.write_text(json.dumps(now))
 
     @property
     def count(self) -> int:
@@ -235,6 +266,8 @@ class TargetAnswers:
                     f"{self.folder}: the machines of this launch do not share it; name a folder that they share "
                     "with DRAFTSMITH_DATA_CACHE"
                 )
+            if process == 0:
+                self.describe_change()
             missing = set(range(process, self.count, num_processes)).difference(n for n, _ in self.stored_lines())
             self.generate_missing(missing, paths[process])
         accelerator.wait_for_everyone()

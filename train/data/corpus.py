@@ -32,10 +32,12 @@ if TYPE_CHECKING:
 
     from eval.data.chat_template import ChatTemplate
 
-VERSION = 6
+VERSION = 7
 """Version of the code that makes documents, part of every fingerprint. Raise it when it makes others."""
 TOO_LONG = "a first prompt that is too long"
 """Reason of a conversation whose first prompt is too long for `prompt_tokens`; it is counted apart."""
+HELD_OUT = "held out"
+"""Reason of a conversation that begins as one of `held_out`; it is counted apart, too."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,8 @@ class Tally:
     """Location and fault of the first skipped record, without the name of the source."""
     too_long: int = 0
     """Number of conversations skipped because their first prompt is too long."""
+    held_out: int = 0
+    """Number of conversations skipped because they begin as one that is held out."""
     forms: dict[str, int] = field(default_factory=dict)
     """Number of records used, by form."""
     unread: dict[str, int] = field(default_factory=dict)
@@ -253,6 +257,7 @@ def corpus_of_rows(rows: "Dataset") -> Corpus:
         records=int(ends_record.sum()),
         first_skipped=next((error for error in table.column("error").unique().to_pylist() if error), ""),
         too_long=skipped.pop(TOO_LONG, 0),
+        held_out=skipped.pop(HELD_OUT, 0),
         skipped=skipped,
         forms=counted("form"),
         unread=counted("unread"),

@@ -4,6 +4,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -28,7 +29,7 @@ from train.data.chats import (
     read_rendered,
     trained_answers,
 )
-from train.data.corpus import TOO_LONG, Document
+from train.data.corpus import HELD_OUT, TOO_LONG, Document
 from train.data.dialogues import ChatDialogue, Dialogue, RenderedDialogue, first_turns, read_asked
 from train.data.recorded_ids import COLUMNS, check_spelling, form_of, read_ids
 
@@ -190,11 +191,13 @@ class ChatSource(RecordSource):
     """File of conversations that are not trained on, such as that of `eval.prompts`: records that begin with the turns
     before one of its first answers are skipped. Null: none."""
 
-    def records(self) -> Iterator[Record]:
-        if self.held_out is None:
-            return super().records()
-        excluded = {first_turns(record) for record in read_records(self.held_out)} - {None}
-        return (record for record in super().records() if first_turns(record) not in excluded)
+    @cached_property
+    def _held_out_turns(self) -> set[Any]:
+        """The first turns of the conversations that are held out."""
+        return set() if self.held_out is None else {*map(first_turns, read_records(self.held_out))} - {None}
+
+    def holds_out(self, record: Record) -> bool:
+        return self._held_out_turns != set() and first_turns(record) in self._held_out_turns
 
     def content(self) -> dict[str, Any]:
         held_out = {} if self.held_out is None else {"held_out": content_hash(self.held_out)}
@@ -220,6 +223,9 @@ class ChatSource(RecordSource):
         texts: list[list[Rendered]] = []
         read: list[dict[str, Any] | list[Document] | RecordError] = []
         for record in records:
+            if self.holds_out(record):
+                read.append(RecordError("", HELD_OUT))
+                continue
             try:
                 if form_of(record[1]):
                     read.append(_recorded_chat(template, record, last_only))
@@ -264,6 +270,8 @@ class ChatSource(RecordSource):
     ) -> Dialogue | RecordError:
         """Return the prompts of one record, or why there are none."""
         last_only = recorded or self.answers == "last"
+        if self.holds_out(record):
+            return RecordError("", HELD_OUT)
         try:
             own, chat = with_arguments(template, read_asked(record))
             dialogue = ChatDialogue(own, chat, record[0], max_tokens, last_only=last_only, calls=recorded)

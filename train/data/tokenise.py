@@ -47,10 +47,15 @@ RECORDS_PER_PROCESS = 8192
 
 
 def describe_skipped(source: AnySource, tally: Tally) -> list[str]:
-    """Return the line on a source's skipped records, by reason, if there are some. UserError if more are unusable than
-    the source allows."""
+    """Return the lines on a source's records that are held out, and on those that are skipped, by reason, if there are
+    some. UserError if more are unusable than the source allows."""
+    lines = []
+    if tally.held_out:
+        lines.append(
+            f"{tally.held_out:,} of {tally.records:,} records are held out: they begin as one of held_out does"
+        )
     if not tally.skipped:
-        return []
+        return lines
     reasons = [f"{count} {reason}" for reason, count in [*tally.skipped.items()][:MAX_REASONS]]
     if rest := sum([*tally.skipped.values()][MAX_REASONS:]):
         reasons.append(f"{rest} others")
@@ -62,7 +67,7 @@ def describe_skipped(source: AnySource, tally: Tally) -> list[str]:
         raise UserError(
             f"{source}: {line}; fix them, or allow more than max_skipped={source.max_skipped:g} of this source"
         )
-    return [line]
+    return [*lines, line]
 
 
 def read_source(source: AnySource, name: str, reader: Reader) -> Corpus:
@@ -82,7 +87,7 @@ def read_source(source: AnySource, name: str, reader: Reader) -> Corpus:
             "on their last answers alone"
         )
     sizes = (
-        f"{tally.records:,} records: {tally.records - tally.num_skipped:,} {texts_of(source)}, "
+        f"{tally.records:,} records: {tally.records - tally.num_skipped - tally.held_out:,} {texts_of(source)}, "
         f"{corpus.num_tokens:,} tokens, {corpus.num_labels:,} labels"
     )
     reader.say(describe_source(f"{name}: {source}", sizes, corpus, reader.rendering.tokenizer, *lines, *template))

@@ -164,6 +164,26 @@ def interrupt_after(count: int) -> Callable[[Progress], None]:
     return advance
 
 
+def test_a_run_that_answers_again_says_what_changed(
+    make: Make, target: FrozenTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+
+    def generate(**settings: Any) -> list[str]:
+        said.clear()
+        answers = make(turns=1, **settings)
+        replace(answers, reader=replace(answers.reader, say=said.append)).generate()
+        return [line for line in said if "earlier answers" in line]
+
+    line = "data.regenerate: earlier answers are not used: "
+    assert generate() == generate() == []
+    assert generate(new_tokens=5) == [f"{line}new_tokens was 6, is 5"] and generate(new_tokens=5) == []
+    monkeypatch.setitem(target.settings, "rms_norm_eps", 0.25)
+    was = "its default" if "rms_norm_eps" not in target.settings else ""
+    (changed,) = generate(new_tokens=5)
+    assert changed.startswith(f"{line}config.json: rms_norm_eps was {was}") and changed.endswith("is 0.25")
+
+
 def test_processes_divide_the_conversations(make: Make, asked: list[Request]) -> None:
     answers = make(turns=1)
     answers.folder.mkdir(parents=True)

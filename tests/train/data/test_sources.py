@@ -60,6 +60,15 @@ def read(
     return list(corpus), said
 
 
+def test_records_that_are_held_out_are_counted(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    held_out = tmp_path / "held-out.jsonl"
+    other = {"messages": [{**U, "content": "and now?"}, A]}
+    held_out.write_text(json.dumps(other))
+    documents, said = read([other, *[GOOD] * 3], tmp_path, tokenizer, held_out=str(held_out))
+    assert len(documents) == 3 and "4 records: 3 conversations" in said[0] and "are skipped" not in said[0]
+    assert "1 of 4 records are held out: they begin as one of held_out does" in said[0]
+
+
 @pytest.mark.parametrize("reason", ODD)
 def test_one_odd_record_is_left_out_and_given(reason: str, tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     documents, said = read([GOOD, ODD[reason], *[GOOD] * 18], tmp_path, tokenizer)

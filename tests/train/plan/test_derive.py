@@ -59,7 +59,7 @@ def test_every_kind_gets_a_recipe_that_fits(entry: str, here: Path, capsys: pyte
     assert recipe.target.path == str(here / "target") and source.path == str(here / "chats.jsonl")
     assert recipe.eval.prompts == source.held_out == str(folder / "held-out.jsonl")
     held = [first_turns(("", json.loads(line))) for line in (folder / "held-out.jsonl").read_text().splitlines()]
-    trained = [first_turns(record) for record in source.records()]
+    trained = [first_turns(record) for record in source.records() if not source.holds_out(record)]
     assert all(json.loads(line)["tools"] for line in (folder / "held-out.jsonl").read_text().splitlines())
     assert len(set(held)) == 8 and not {*held} & {*trained} and made.prompts == len(trained)
     assert len({*held, *trained}) == NUMBER
