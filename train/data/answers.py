@@ -188,23 +188,28 @@ class TargetAnswers:
         target = {"target": self.target.fingerprint, "settings": self.target.settings}
         return cache_root() / "answers" / fingerprint(self.made_of | target)
 
+    def changed_since(self, record: dict[str, Any]) -> list[str]:
+        """Return what differs from the answers of a `made_of.json`, each in a few words."""
+        found = changes(record["target"], self.target.identity)
+        for name in sorted(record["made_of"].keys() | self.made_of.keys()):
+            before, after = record["made_of"].get(name), self.made_of.get(name)
+            if before != after:
+                found.append(f"other {name}" if isinstance(after, list) else f"{name} was {before}, is {after}")
+        return found
+
     def describe_change(self) -> None:
-        """Say why earlier answers to records of the same sources, if there are any, are not these; note what these are
-        made of."""
+        """Say why the most similar answers to records of the same sources, if there are any, are not these; note what
+        these are made of."""
         file = self.folder / "made_of.json"
         if file.is_file():
             return
         sources = fingerprint({"sources": [prompts.source.content() for prompts in self.prompts]})
         now = {"sources": sources, "target": self.target.identity, "made_of": self.made_of}
-        earlier = sorted(self.folder.parent.glob(f"*/{file.name}"), key=lambda path: path.stat().st_mtime, reverse=True)
-        records = (json.loads(path.read_bytes()) for path in earlier)
-        if was := next((record for record in records if record["sources"] == sources), None):
-            found = changes(was["target"], self.target.identity)
-            for name in sorted(was["made_of"].keys() | self.made_of.keys()):
-                before, after = was["made_of"].get(name), self.made_of.get(name)
-                if before != after:
-                    found.append(f"other {name}" if isinstance(after, list) else f"{name} was {before}, is {after}")
-            self.reader.say(f"data.regenerate: earlier answers are not used: {'; '.join(found)}")
+        records = (json.loads(path.read_bytes()) for path in self.folder.parent.glob(f"*/{file.name}"))
+        found = [self.changed_since(record) for record in records if record["sources"] == sources]
+        if found:
+            nearest = min(found, key=len)
+            self.reader.say(f"data.regenerate: earlier answers are not used: {'; '.join(nearest)}")
         with cache_errors(self.folder):
             file.write_text(json.dumps(now))
 
