@@ -59,6 +59,8 @@ TURNS = ("messages", "conversations", "conversation", "data")
 """Columns with turns."""
 QUESTIONS = ("instruction", "question", "prompt", "query", "input")
 """Columns with a question, or with the turns before the last answer."""
+BEHIND = ("input", "context")
+"""Columns with text that follows a question, as those of Alpaca and of Dolly."""
 ANSWERS = ("response", "output", "answer", "completion", "chosen", "preferred_output")
 SYSTEM = ("system", "system_prompt")
 TOOLS = ("tools", "functions", "tool_defs", "available_tools")
@@ -123,7 +125,12 @@ def read_chat(record: Record) -> Chat:
         messages[-1].setdefault(FINISH, fields[FINISH])
     read = {*CONTEXT, *(key for form in forms for key in form)}
     if any(isinstance(fields[form[0]], str) for form in forms):
-        read.add("input")  # behind a question
+        read |= {key for key in BEHIND if isinstance(fields.get(key), str)}
+    if all(isinstance(fields[form[-1]], str) and len(form) == 2 for form in forms):
+        thoughts = [fields[key] for key in REASONING if isinstance(fields.get(key), str) and fields[key]]
+        if thoughts and messages[-1].keys().isdisjoint(REASONING):
+            messages[-1] = {**messages[-1], REASONING[0]: thoughts[0]}
+        read |= {*REASONING}
     unread = [
         key for key, value in fields.items() if key not in read and value and isinstance(value, str | list | dict)
     ]
@@ -205,8 +212,9 @@ def read_turns(record: Record, column: str, role: str = "user") -> list[Message]
         if speeches[-1] == ("Assistant", ""):  # it asks for the answer
             speeches.pop()
         return [{"role": ROLES[name.lower()], "content": content} for name, content in speeches]
-    if column != "input" and role == "user" and fields.get("input"):
-        text = f"{text}\n\n{_text(f'{record[0]}: input', fields['input'])}"
+    for key in BEHIND:
+        if role == "user" and column not in BEHIND and isinstance(fields.get(key), str) and fields[key]:
+            text = f"{text}\n\n{fields[key]}"
     return [{"role": role, "content": text}]
 
 

@@ -100,10 +100,11 @@ CASES: dict[str, list[tuple[dict[str, Any], str, str]]] = {
     "question, response": [({"system_prompt": "be", "question": "hi", "response": "ho"}, f"system be, {TALK}", "")],
     # Dolly
     "instruction, response": [
-        ({"instruction": "hi", "context": "x", "response": "ho"}, TALK, "context"),
+        ({"instruction": "hi", "context": "x", "response": "ho"}, "user hi\n\nx, assistant ho", ""),
         ({"instruction": "hi", "response": "ho", "data": "[1]", "conversation": "y"}, TALK, "data conversation"),
     ],
     "question, answer": [
+        ({"question": "hi", "reasoning": "so", "answer": "ho"}, TALK, ""),
         ({"question": "hi", "answer": "ho", "answers": '["ho", "hey"]'}, TALK, "answers"),
         (
             {"messages": None, "conversations": [], "prompt": "", "tools": "[]", "question": "hi", "answer": "ho"},
@@ -141,6 +142,11 @@ def test_the_forms_of_a_record(form: str) -> None:
         assert (turns_of(chat), chat.form, " ".join(chat.unread)) == (turns, form, unread)
         leads = record.get("conversations", [])[:2] == [BE, GPT]
         assert chat.notes == (("records begin with an answer, which is dropped",) if leads else ())
+
+
+def test_a_column_of_reasoning_is_that_of_the_answer_beside_it() -> None:
+    record = {"question": "hi", "reasoning": "so", "answer": "ho"}
+    assert read_chat(("f:1", record)).messages == [U, {**A, "reasoning_content": "so"}]
 
 
 def test_reasoning_in_a_content_part_is_the_reasoning_of_its_turn() -> None:

@@ -152,15 +152,15 @@ data.sources.0: FILE
   1 of 20 records are skipped: 1 without an answer; the first is FILE: record 20: expected an answer of the \
 assistant, got none
   1 records begin with an answer, which is dropped
-  columns 'context', 'id' are not read
+  columns 'notes', 'id' are not read
   the first of 19 documents, 15 tokens, labels in ⟦⟧:
   <|system|>be</s><|user|>hi</s><|assistant|>⟦the sea</s>⟧"""
 
 
 def test_a_source_is_described_on_one_screen(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    orca = {"system_prompt": "be", "question": "hi", "context": "", "response": "the sea"}
+    orca = {"system_prompt": "be", "question": "hi", "notes": "", "response": "the sea"}
     leading = {"conversations": [{"from": "gpt", "value": "a"}, *GOOD["conversations"]], "id": "1"}
-    records: list[dict[str, Any]] = [orca, {**orca, "context": "here"}, *[orca] * 16, leading, {"messages": [U]}]
+    records: list[dict[str, Any]] = [orca, {**orca, "notes": "here"}, *[orca] * 16, leading, {"messages": [U]}]
     for _ in range(2):  # the second time from the cache
         _, said = read(records, tmp_path, tokenizer)
         assert said == [SCREEN.replace("FILE", str(tmp_path / "chats.json"))]
