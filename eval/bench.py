@@ -36,7 +36,6 @@ from eval.core.command_line import (
     add_wandb_option,
     check_depths,
     exit_status,
-    place,
     print_line,
     typed,
 )
@@ -61,7 +60,6 @@ FIRST = (
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser("Measure draft heads: tau and speed, and compare every token with plain decoding.", first=FIRST)
     add_head_options(parser, several=True)
-    parser.add_argument("--head", type=place, metavar="HEAD", help="the head, as wandb's sweep agent passes it")
     add_measure_options(parser)
     address = typed(Annotated[str, AfterValidator(check_url)])
     parser.add_argument(
@@ -74,10 +72,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         "--roofline", action="store_true", help="compare the time of every part of a round with its lower bound"
     )
     add_wandb_option(parser, "log the measurement of one head as a wandb run")
-    options = parser.parse_args([hyphenated(word) for word in (sys.argv[1:] if arguments is None else arguments)])
-    if (options.heads and options.head) or not (options.heads or options.head or options.server):
+    options = parser.parse_args([unswept(word) for word in (sys.argv[1:] if arguments is None else arguments)])
+    if not (options.heads or options.server):
         parser.error("expected a head, or several")
-    options.heads = options.heads or [options.head][: bool(options.head)]
     used = {"tree": "trees", "context": "contexts", "rule": "rule", "no-timing": "timing"}
     chosen = [name for name, setting in used.items() if setting in options]
     chosen += ["roofline"] * options.roofline + ["wandb"] * (options.wandb != OFF)
@@ -92,9 +89,11 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     return options
 
 
-def hyphenated(word: str) -> str:
-    """Return an option with hyphens in its name. Sweeps spell it with underscores: --batch_size=4."""
+def unswept(word: str) -> str:
+    """Return a word of the command line in our form. Sweeps write --batch_size=4 and, for the head, --head=HEAD."""
     name, equals, value = word.partition("=")
+    if name == "--head" and equals:
+        return value
     return f"{name.replace('_', '-')}{equals}{value}" if word.startswith("--") else word
 
 

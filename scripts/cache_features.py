@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from eval.core.command_line import asks_usage
 from heads.core.errors import UserError
 from train.entry import run_script
-from train.features.feature_settings import CacheFeatures
+from train.features.feature_settings import CacheFeatures, ProcessFeatures
 from train.recipe.recipe import Recipe
 from train.recipe.recipe_help import keys_of
 
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str]) -> int:
         raise UserError(f"{arguments[0]}: features.kind: expected cache, got {settings.kind}")
     with open_run(recipe) as run:
         say = run.tracker.say
-        source, tokenizer = open_source(settings.filled_by, recipe, run.accelerator, say)
+        source, tokenizer = open_source(ProcessFeatures(kind="process"), recipe, run.accelerator, say)
         head = make_head(recipe.head, source.target, torch.zeros(source.target.vocab_size, dtype=torch.int64))
         reader = open_reader(recipe, source.target, tokenizer, run)
         mixture, _ = load_data(recipe.data, recipe.train.seed, head, source.target, reader, run.folder.path)

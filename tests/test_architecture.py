@@ -145,7 +145,7 @@ def test_the_recipes_of_one_public_target_share_data_context_and_tokens(target: 
     assert len(recipes) >= 3
     for recipe in recipes:
         assert {**recipe["data"], "on_policy": None} == {**recipes[0]["data"], "on_policy": None}
-        assert all(recipe["train"].get(key) == recipes[0]["train"].get(key) for key in ("epochs", "max_steps"))
+        assert recipe["train"].get("max_steps") == recipes[0]["train"].get("max_steps")
     if not target.startswith("meta"):
         from train.recipe.recipe import KINDS
 

@@ -219,7 +219,7 @@ def test_a_damaged_comparison_is_refused(here: Path, refused: Any) -> None:
 
 def test_nothing_to_draft_is_given_at_the_first_measurement(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A tau that is NaN would stay the best one."""
-    assert train("eval.max_new_tokens=1", "train.eval_every=1") == 2
+    assert train("eval.max_new_tokens=1", "train.warmup_steps=1") == 2
     assert "prompts.jsonl: every output ended with its first token" in capsys.readouterr().err.splitlines()[-1]
     assert not (here / "a/b/new/head").exists()
 
@@ -234,12 +234,12 @@ def test_results_are_of_the_head_that_is_there_and_of_the_settings_asked_for(her
     assert measured() == first
     for name in ("results.json", "README.md", "report.html"):  # lost ones are made again
         (here / "run" / name).write_text("{") if name == "results.json" else (here / "run" / name).unlink()
-    assert train("output_dir=run", "eval.report.temperatures=[0, 1]") == 0
+    assert train("output_dir=run", "eval.report.temperature=[0, 1]") == 0
     assert measured()["settings"]["temperatures"] == [0.0, 1.0]
     assert (here / "run/README.md").is_file() and (here / "run/report.html").is_file()
     shutil.rmtree(here / "run/checkpoints")  # so that the run starts again
     forget_accelerator()
-    assert train("output_dir=run", "eval.report.temperatures=[0, 1]", "train.lr=0.02") == 0
+    assert train("output_dir=run", "eval.report.temperature=[0, 1]", "train.lr=0.02") == 0
     again = read_config(here / "run/head")["sha256"]
     assert measured()["head"]["sha256"] == again != first["head"]["sha256"]
 

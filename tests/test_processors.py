@@ -16,7 +16,7 @@ MACHINES = {
 }
 SHORT = (
     *("data.context_length=160", "data.sources.0.limit=20", "data.regenerate.prompts=8"),
-    *("data.regenerate.new_tokens=16", "train.max_steps=3", "train.warmup_steps=1", "train.eval_every=3"),
+    *("data.regenerate.new_tokens=16", "train.max_steps=3", "train.warmup_steps=1", "train.eval_points=1"),
     *("eval.num_prompts=2", "eval.max_new_tokens=8", "eval.report.num_prompts=2", "eval.report.max_new_tokens=8"),
     *("eval.report.repeats=1",),
 )

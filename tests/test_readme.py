@@ -63,7 +63,7 @@ ELSEWHERE = {
 TRAIN = (
     "train.max_steps=2 train.warmup_steps=1 train.checkpoint_every=2 data.sources.0.limit=20 "
     "data.context_length=96 eval.num_prompts=2 eval.max_prompt_tokens=32 eval.max_new_tokens=4 eval.tree=chain:2 "
-    "eval.report.num_prompts=2 eval.report.max_new_tokens=4 eval.report.repeats=1 eval.report.temperatures=[0] "
+    "eval.report.num_prompts=2 eval.report.max_new_tokens=4 eval.report.repeats=1 eval.report.temperature=[0] "
     "eval.report.trees=[chain:2]"
 )
 ANSWERS = "data.regenerate.prompts=4 data.regenerate.prompt_tokens=16 data.regenerate.new_tokens=4"

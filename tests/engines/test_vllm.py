@@ -92,7 +92,7 @@ def train_head(folder: Path, target: Path, family: Family) -> None:
         "data": {"context_length": 256, "sources": [{"kind": "python", "limit": 20}]},
         "train": dict(
             max_steps=family.steps, batch_size=2, optimizer="muon", lr=family.lr, min_lr_ratio=0.02, warmup_steps=5,
-            checkpoint_every=family.steps, eval_every=family.steps,
+            checkpoint_every=family.steps, eval_points=1,
         ),
         "eval": {"prompts": HELD_OUT_SUITE, "num_prompts": 2, "max_new_tokens": 16, "tree": f"chain:{family.depth}"},
     }  # fmt: skip

@@ -34,7 +34,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "target": {"path": str(TARGET)},
         "head": {"kind": "eagle3", "depth": 3, "intermediate_size": 192, "draft_vocab_size": 2048},
         "data": {"context_length": 128, "sources": [{"kind": "python", "limit": 20}]},
-        "train": dict(max_steps=20, batch_size=2, lr=1e-3, precision="fp32", checkpoint_every=20, eval_every=20),
+        "train": dict(max_steps=20, batch_size=2, lr=1e-3, precision="fp32", checkpoint_every=20),
         "eval": {
             "prompts": "python-heldout",
             "num_prompts": 2,

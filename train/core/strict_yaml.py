@@ -206,6 +206,8 @@ def _describe(source: Source, model: type[BaseModel], key: Key, errors: list[dic
 def _unknown(source: Source, model: type[BaseModel], key: Key) -> str:
     section, *others = _sections(model, source.tree, key[:-1])
     name = str(key[-1])
+    if now := getattr(section, "renamed", {}).get(name):
+        return f"is no key any more; give {dotted((*key[:-1], now))}"
     if kinds := [kind for other in others if name in other.model_fields for kind in _kinds(other)]:
         return f"has no effect here: it belongs to kind {' or '.join(kinds)}; leave it out"
     return "unknown key" + suggest(name, section.model_fields)

@@ -43,8 +43,6 @@ class CacheFeatures(Settings):
     """Path of the folder."""
     dtype: Literal["fp8", "bfloat16", "float32"] = "fp8"
     """Dtype of the stored features. `fp8`: e4m3, with a scale for each token and layer."""
-    filled_by: Annotated[ProcessFeatures | VllmFeatures, Field(discriminator="kind")] = ProcessFeatures(kind="process")
-    """Where the target runs while the folder is filled."""
 
 
 AnyFeatures = Annotated[ProcessFeatures | ShardedFeatures | VllmFeatures | CacheFeatures, Field(discriminator="kind")]

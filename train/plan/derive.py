@@ -134,7 +134,7 @@ def begin(options: argparse.Namespace, kind: str) -> Source:
     fill(source.tree, "eval", prompts=os.path.join(str(source.tree["output_dir"]), HELD_OUT))
     train = source.tree["train"]
     if isinstance(train, dict) and train.get("max_steps") is None:
-        fill(source.tree, "train", epochs=EPOCHS)
+        train["max_steps"] = f"{EPOCHS} epochs"
     return source
 
 
@@ -200,8 +200,8 @@ def derive(source: Source, first: Recipe, launch: "Launch") -> tuple["Plan", str
     rate = METHODS[first.head.kind].rate * (ADAMW_RATE if optimizer == "adamw" else 1)
     fill(tree, "train", lr=float(f"{rate / config.hidden_size:.1e}"))
     plan = largest_batch(source, launch, batch_sizes, size.memory * launch.memory_bytes)
-    if first.train.max_steps is None:
-        plan.likely_steps = math.ceil(tree["train"]["epochs"] * tokens / plan.step_tokens)
+    if (epochs := plan.recipe.train.epochs) is not None:
+        plan.likely_steps = math.ceil(epochs * tokens / plan.step_tokens)
     depth = DEPTH if first.head.kind == "draft" else len(plan.head.depth_weights)
     fill_measurements(tree, depth, lengths.prompt, len(chosen) or MIN_HELD_OUT, size)
     plan.recipe = checked(source)
@@ -274,12 +274,13 @@ def fill_steps(source: Source, first: Recipe, launch: "Launch", lengths: Lengths
     if "batch_size" in train.model_fields_set:
         rows = up_to(train.batch_size, rows)
         batch_sizes = [train.batch_size]
-    if not {"grad_accum", "tokens_per_step"} & train.model_fields_set:
-        fill(tree, "train", tokens_per_step=rows * everywhere)
+    fill(tree, "train", tokens_per_step=rows * everywhere)
     epoch = tokens / (rows * everywhere)  # in steps
-    if train.max_steps is None and not {"train", "train.epochs"} & source.overrides.keys():
-        tree["train"]["epochs"] = min(max(EPOCHS, math.ceil(FEW_STEPS / epoch)), MAX_EPOCHS)
-    steps = train.max_steps or math.ceil(tree["train"]["epochs"] * epoch)
+    epochs = train.epochs
+    if epochs is not None and not {"train", "train.max_steps"} & source.overrides.keys():
+        epochs = min(max(EPOCHS, math.ceil(FEW_STEPS / epoch)), MAX_EPOCHS)
+        tree["train"]["max_steps"] = f"{epochs} epochs"
+    steps = train.steps if epochs is None else math.ceil(epochs * epoch)
     print_line(
         f"about {steps:,} steps, if answers have {lengths.answer // 2} tokens on average; the plan has also the most"
     )
@@ -313,8 +314,8 @@ def fill_measurements(tree: dict[str, Any], depth: int, prompt_tokens: int, num_
         max_new_tokens=size.measured,
         tree=trees[0],
     )
-    fill(tree, "eval.report", num_prompts=num_prompts, trees=trees, temperatures=[0, 1])
-    fill(tree, "eval.report", batch_sizes=list(size.batch_sizes), repeats=size.repeats)
+    fill(tree, "eval.report", num_prompts=num_prompts, tree=trees, temperature=[0, 1])
+    fill(tree, "eval.report", batch_size=list(size.batch_sizes), repeats=size.repeats)
 
 
 def head_settings(head: Any, layers: int, vocabulary: int, context: int) -> dict[str, Any]:

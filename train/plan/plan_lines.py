@@ -254,7 +254,7 @@ def advice(plan: Plan) -> Iterator[tuple[str, int]]:
     activations = device[ACTIVATIONS]
     others = total - device["target"]
     if train.batch_size > 1:
-        more = "" if train.tokens_per_step else f" train.grad_accum={train.grad_accum * train.batch_size}"
+        more = "" if train.tokens_per_step else f" train.tokens_per_step={plan.step_tokens}"
         left = total - activations + activations // train.batch_size
         yield f"train.batch_size=1{more}, the same step", left
     else:

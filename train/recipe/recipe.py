@@ -1,22 +1,23 @@
 """The recipe: one YAML file with a tree of typed settings. Each section is named after the part that it configures."""
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import yaml
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from eval.core.command_line import AUTO
 from eval.data.data_files import has_splits, has_subsets, is_local
 from eval.data.prompts import HELD_OUT_SUITE, expanded_prompts
-from eval.records.measure_settings import BenchSettings, MeasureSettings, Tree, Trees
+from eval.records.measure_settings import BenchSettings, MeasureSettings, Tree
 from eval.runtime.sampling_params import FILTERS, Temperature
 from heads.core.errors import UserError
 from heads.core.files import expanded
-from heads.core.strict_settings import Count, Fraction, Seed, Settings, Share
+from heads.core.strict_settings import MAX_NUMBER, Count, Fraction, Seed, Settings, Share
 from heads.methods.method_settings import METHODS
 from train.core.strict_yaml import (
     Amount,
@@ -34,6 +35,7 @@ from train.data.sources import RecordSource
 from train.features.feature_settings import AnyFeatures, ProcessFeatures
 from train.recipe.head_section import AnyHead
 
+T = TypeVar("T")
 MAX_EPOCHS = 1_000
 """More epochs than this are taken for a mistake."""
 KINDS = {method.entry: kind for kind, method in METHODS.items()}
@@ -44,6 +46,28 @@ POINT_SPACING = 4 ** (1 / 3)
 """Ratio of the steps of two measurements: what the curve says of four times the tokens can be checked three later."""
 MIN_POINT = 10
 """Before this step tau is measured only at the end of a run."""
+
+
+def check_length(length: Any) -> Any:
+    """Check the length of a run: a number of steps, or of epochs with that word."""
+    if isinstance(length, str):
+        epochs = re.fullmatch(r"(\d+(?:\.\d+)?) ?epochs?", length)
+        fits = epochs is not None and 0 < float(epochs[1]) <= MAX_EPOCHS
+    else:
+        fits = type(length) is int and 1 <= length < MAX_NUMBER
+    if not fits:
+        raise ValueError(f"expected a number of steps, or at most '{MAX_EPOCHS} epochs'")
+    return length
+
+
+def as_tuple(value: Any) -> Any:
+    if isinstance(value, list | tuple) and not value:
+        raise ValueError("expected a value, or a list of several")
+    return tuple(value) if isinstance(value, list | tuple) else (value,)
+
+
+Several = Annotated[tuple[T, ...], BeforeValidator(as_tuple)]
+"""A setting with several values: a list, or one value."""
 
 
 class Target(Settings):
@@ -69,20 +93,21 @@ class Target(Settings):
 class Train(Settings):
     """The training loop."""
 
-    max_steps: Count | None = None
-    """Optimizer steps of the whole run. Null: `train.epochs` gives them."""
-    epochs: Annotated[float, Field(gt=0, le=MAX_EPOCHS)] | None = None
-    """Number of times that the run reads its training rows, as a replacement for `max_steps`: the steps then follow
-    from the data. The recipe in the run's folder has the number of steps."""
+    renamed: ClassVar = {
+        "epochs": "max_steps, such as '8 epochs'",
+        "grad_accum": "tokens_per_step",
+        "eval_every": "eval_points",
+    }
+    max_steps: Annotated[int | str, BeforeValidator(check_length)]
+    """Optimizer steps of the whole run, or how often it reads its training rows, such as `8 epochs`. The recipe in the
+    run's folder has the number of steps, which follows from the data."""
     seed: Seed = 0
     """Seed of the initial weights and of the order of the data."""
     batch_size: Count = 8
     """Rows of one forward pass in each process."""
-    grad_accum: Count = 1
-    """Forward passes per optimizer step, in each process."""
     tokens_per_step: Count | None = None
-    """Tokens per optimizer step over all processes, padding included. It replaces `grad_accum`, which then follows from
-    `batch_size`, `data.context_length` and the number of processes."""
+    """Tokens per optimizer step over all processes, padding included: a multiple of those of one forward pass, which
+    are `batch_size` x `data.context_length` x processes. Null: one forward pass."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """`muon` (Jordan et al., 2024) orthogonalises the updates of inner matrices. AdamW updates the embeddings, the
     output head and the norms."""
@@ -116,22 +141,23 @@ class Train(Settings):
     """Measurements of tau, which make the run's learning curve; the head with the best tau is kept. They are evenly
     spaced in the logarithm of the steps, three to a factor of four, the last one at the end; those before the end of
     the warm-up or before step 10 are left out."""
-    eval_every: Count | None = None
-    """Steps between measurements of tau, in place of `eval_points`."""
     log_every: Count = 10
     """Steps between log lines."""
 
     @property
+    def epochs(self) -> float | None:
+        """The length of the run in epochs, or None if it is given in steps."""
+        return None if isinstance(self.max_steps, int) else float(self.max_steps.rstrip(" epochs"))
+
+    @property
     def steps(self) -> int:
         """Optimizer steps of the whole run, which are known when the data have been read."""
-        assert self.max_steps is not None
+        assert isinstance(self.max_steps, int)
         return self.max_steps
 
     @property
     def measured_steps(self) -> set[int]:
         """Steps after which tau is measured."""
-        if self.eval_every is not None:
-            return {self.steps, *range(self.eval_every, self.steps, self.eval_every)}
         spaced = {round(self.steps / POINT_SPACING**n) for n in range(self.eval_points)}
         return {self.steps} | {step for step in spaced if step >= max(MIN_POINT, self.warmup_steps)}
 
@@ -143,17 +169,16 @@ class Report(Settings):
     """Prompts to measure on. Null: `eval.num_prompts`."""
     max_new_tokens: Count | None = None
     """Maximum number of tokens of an answer. Null: `eval.max_new_tokens`."""
-    batch_size: Count = 1
-    """Prompts decoded together."""
-    trees: Trees | None = None
+    renamed: ClassVar = {"trees": "tree", "temperatures": "temperature", "batch_sizes": "batch_size"}
+    tree: Several[Tree] | None = None
     """Chains and trees to measure. `auto` searches for the fastest. Null: `eval.tree`."""
-    temperatures: Annotated[tuple[Temperature, ...], Field(min_length=1)] | None = None
+    temperature: Several[Temperature] | None = None
     """Sampling temperatures to measure at. Null: `eval.temperature`."""
+    batch_size: Several[Count] = (1,)
+    """Prompts decoded together. At each of several sizes, all trees and temperatures are measured."""
     sampling: Literal["model"] | None = None
     """`model`: temperature, top-k, top-p, min-p and repetition penalty of the target's generation_config, as servers
-    sample by default. Null: `temperatures`, and the filters of `eval`."""
-    batch_sizes: Annotated[tuple[Count, ...], Field(min_length=1)] | None = None
-    """Several batch sizes, at each of which all trees and temperatures are measured. Null: `batch_size` alone."""
+    sample by default. Null: `temperature`, and the filters of `eval`."""
     repeats: Count = 2
     """Number of times that each prompt is decoded with each setting."""
 
@@ -181,9 +206,17 @@ class Eval(MeasureSettings):
     def final(self) -> BenchSettings:
         """Return the settings of the final measurement. If prompts are drawn with a seed, they are other prompts than
         those on which the best head was chosen."""
-        shared = self.model_dump(exclude={"tree", "temperature", "report", "batch_size"})
-        shared |= {"trees": (self.tree,), "temperatures": (self.temperature,), "seed": self.seed + 1}
-        return BenchSettings(**shared | self.report.model_dump(exclude_none=True))
+        several = {"tree", "temperature", "batch_size"}
+        report = self.report
+        shared = self.model_dump(exclude={*several, "report"})
+        shared |= report.model_dump(exclude=several, exclude_none=True)
+        return BenchSettings(
+            **shared | {"seed": self.seed + 1},
+            trees=report.tree or (self.tree,),
+            temperatures=report.temperature or (self.temperature,),
+            batch_size=report.batch_size[0],
+            batch_sizes=report.batch_size if len(report.batch_size) > 1 else (),
+        )
 
 
 class Tracking(Settings):
@@ -231,10 +264,6 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 def checked(source: Source) -> Recipe:
     """Return the recipe with these settings. UserError lists all faults, one per line."""
-    train = source.tree.get("train")
-    overridden = [name for name in ("max_steps", "epochs") if f"train.{name}" in source.overrides]
-    if isinstance(train, dict) and len(overridden) == 1 and train[overridden[0]] is not None:
-        train.pop("epochs" if overridden == ["max_steps"] else "max_steps", None)  # the file's gives way
     recipe, errors = check(source, Recipe)
     if recipe is not None:
         for key, why in _useless(recipe).items():
@@ -295,20 +324,14 @@ def _useless(recipe: Recipe) -> dict[Key, str]:
     useless: dict[Key, str] = {}
     if recipe.train.schedule != "wsd":
         useless["train", "decay_fraction"] = "with schedule cosine; set train.schedule=wsd"
-    if recipe.train.tokens_per_step is not None:
-        useless["train", "grad_accum"] = "with train.tokens_per_step"
-    if recipe.train.eval_every is not None:
-        useless["train", "eval_points"] = "with train.eval_every"
     if recipe.tracking.wandb == "off" and not recipe.tracking.trackio:
         useless |= {("tracking", name): "without tracking.wandb or tracking.trackio" for name in ("project", "name")}
     if recipe.eval.prompts == HELD_OUT_SUITE:
         useless["eval", "skip_long"] = "on modules, which are cut to fit"
     report = recipe.eval.report
     if report.sampling:
-        useless["eval", "report", "temperatures"] = "with eval.report.sampling"
-    if report.batch_sizes:
-        useless["eval", "report", "batch_size"] = "with eval.report.batch_sizes"
-    if recipe.eval.temperature == 0 and (report.sampling or not any(report.temperatures or ())):
+        useless["eval", "report", "temperature"] = "with eval.report.sampling"
+    if recipe.eval.temperature == 0 and (report.sampling or not any(report.temperature or ())):
         sampled = FILTERS if report.sampling else ("rule", *FILTERS)
         useless |= {("eval", name): "at eval.temperature 0, which is greedy" for name in sampled}
     for name in ("regenerate", "on_policy"):
@@ -328,12 +351,7 @@ def _useless(recipe: Recipe) -> dict[Key, str]:
 
 def _contradictions(recipe: Recipe) -> Iterator[tuple[Key, str]]:
     """Yield the settings that contradict other settings, each with its error."""
-    train = recipe.train
     data = recipe.data
-    if train.max_steps is not None and train.epochs is not None:
-        yield ("train", "epochs"), "train.max_steps is given, too; leave one of them out"
-    if train.max_steps is None and train.epochs is None:
-        yield ("train", "max_steps"), "is missing; give it a value, or give train.epochs"
     depth = getattr(recipe.head, "depth", None)
     if isinstance(depth, int) and depth >= data.context_length:
         yield ("head", "depth"), f"expected less than data.context_length ({data.context_length})"
@@ -359,7 +377,7 @@ def with_steps(recipe: Recipe, steps: int) -> Recipe:
     """Return the recipe of a run of this many steps, with a warm-up of at most a fifth of them. UserError for settings
     that come into effect only after the last step."""
     warmup = min(recipe.train.warmup_steps, steps // 5)
-    changes = {"max_steps": steps, "epochs": None, "warmup_steps": warmup}
+    changes = {"max_steps": steps, "warmup_steps": warmup}
     if recipe.data.on_policy and recipe.data.on_policy.every >= steps:
         raise UserError(f"data.on_policy.every: expected less than train.max_steps ({steps})")
     return recipe.model_copy(update={"train": recipe.train.model_copy(update=changes)})

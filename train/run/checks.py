@@ -42,7 +42,7 @@ def check_fit(recipe: Recipe, target: FrozenTarget, head: DraftHead) -> int:
 def check_trees(settings: Eval, target: FrozenTarget, head: DraftHead) -> int:
     """Raise UserError for trees that the head cannot fill or that leave no room for a prompt. Return the nodes of the
     largest."""
-    trees = [settings.tree, *(settings.report.trees or [])]
+    trees = [settings.tree, *(settings.report.tree or [])]
     for tree in trees:
         if tree != AUTO:
             target.check_shape(None if tree == HEAD_TREE else parse_shape(tree))

@@ -50,7 +50,7 @@ def open_run(recipe: Recipe) -> Iterator[Run]:
     with Interrupts() as interrupts:
         folder = RunFolder(Path(recipe.output_dir))
         accelerator = make_accelerator(recipe.train, begun_in(folder.checkpoints), recipe.tracking, folder.path)
-        tracker = Tracker(accelerator, folder, recipe.tracking, recipe.train.max_steps or 0)
+        tracker = Tracker(accelerator, folder, recipe.tracking)
         tracker.say(describe_launch(accelerator))
         try:
             on_main(accelerator, folder.lock)

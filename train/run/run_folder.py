@@ -29,7 +29,7 @@ FREE_SETTINGS = (
     ("data", "regenerate", "batch_size"),
     ("data", "regenerate", "server", "url"),
     ("data", "regenerate", "server", "in_flight"),
-    *(("features", name) for name in ("url", "in_flight", "folder", "filled_by")),
+    *(("features", name) for name in ("url", "in_flight", "folder")),
     ("train", "checkpoint_every"),
     ("train", "keep_checkpoints"),
     ("train", "log_every"),
@@ -38,12 +38,11 @@ FREE_SETTINGS = (
 )
 """Settings that may change when a run is resumed, since they do not change its result."""
 
-LENGTH = (("train", "max_steps"), ("train", "epochs"))
-"""Settings that lengthen a run."""
+LENGTH = ("train", "max_steps")
 
 RESOLVED = "The recipe as resolved: the file and its overrides, with every default."
 REPORT_SAMPLING = tuple(("eval", name) for name in ("rule", *FILTERS))
-"""Settings that are absent if nothing is sampled. If only `eval.report.temperatures` decides that, they concern only
+"""Settings that are absent if nothing is sampled. If only `eval.report.temperature` decides that, they concern only
 the report."""
 
 FILES = ("path", "chat_template", "held_out")
@@ -143,7 +142,7 @@ class RunFolder:
         each = [f"{'.'.join(key)} was {_shown(was)}, is {_shown(now)}" for key, was, now in changed]
         more = [f"{len(each) - 4} more"] if len(each) > 4 else []
         anew = "train from the first step on in another output_dir"
-        if any(key in LENGTH for key, _, _ in changed) and self.head.is_dir():
+        if any(key == LENGTH for key, _, _ in changed) and self.head.is_dir():
             anew += f", which head.init_from={self.path} begins with this run's head: its schedule is of its own length"
         raise UserError(
             f"output_dir {self.path}: holds a run with other settings ({'; '.join(each[:4] + more)}); restore them to "

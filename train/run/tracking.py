@@ -34,11 +34,11 @@ class Tracker:
     `metrics.jsonl` is flushed after each line. A tracker may lose the last seconds before a crash.
     """
 
-    def __init__(self, accelerator: Accelerator, folder: RunFolder, settings: Tracking, max_steps: int):
+    def __init__(self, accelerator: Accelerator, folder: RunFolder, settings: Tracking):
         self.accelerator = accelerator
         self.folder = folder
         self.settings = settings
-        self.max_steps = max_steps
+        self.max_steps = 0
         self.main = accelerator.is_main_process
         self.record: dict[str, Any] = {}
         """The recipe's plain settings, which a tracker shows."""

@@ -40,7 +40,7 @@ from train.run.open_run import Run, open_reader, open_source
 from train.run.tau_measurement import Evaluation
 from train.steps.accelerate_launch import wanted_mode
 from train.steps.draft_lora import add_adapters
-from train.steps.optimizer import lr_factor
+from train.steps.optimizer import learning_rate
 from train.steps.parallel import LossModule
 from train.steps.stepper import Interval, Stepper, rows_per_step
 
@@ -73,12 +73,16 @@ def fit(recipe: Recipe, run: Run) -> Outcome:
     section = recipe.head
     unfilled = make_head(section, target, torch.zeros(target.vocab_size, dtype=torch.int64))
     check_fit(recipe, target, unfilled)
-    recipe = recipe.model_copy(update={"head": resolved_head(recipe.head, unfilled.config)})
-    checkpoint, steps = on_main(accelerator, lambda: _find_start(run, recipe))
+    asked = recipe.model_copy(update={"head": resolved_head(section, unfilled.config)})
+    epochs = asked.train.epochs
+    steps = asked.train.steps if epochs is None else on_main(accelerator, run.folder.max_steps)
+    if steps is not None:
+        recipe = _settled(asked, steps, run)
+    checkpoint = on_main(accelerator, lambda: newest_checkpoint(run.folder.checkpoints, tracker.say))
     if checkpoint is not None:
         rows = checkpoint[1].rows  # the earlier run may have had another number of processes
-        if recipe.train.epochs is None and _is_finished(run, checkpoint[1], recipe.train.steps):
-            return Outcome(with_steps(recipe, recipe.train.steps), features, asking)
+        if epochs is None and _is_finished(run, checkpoint[1], recipe.train.steps):
+            return Outcome(recipe, features, asking)
     evaluation = Evaluation(recipe.eval, features, asking, unfilled)
 
     # Data
@@ -89,21 +93,16 @@ def fit(recipe: Recipe, run: Run) -> Outcome:
     data = mixture.digest()
 
     # Steps
-    epochs, warmup_steps = recipe.train.epochs, recipe.train.warmup_steps
     if epochs is not None and (checkpoint is None or checkpoint[1].data == data or steps is None):
-        steps = max(1, math.ceil(epochs * mixture.num_rows / rows))
-    assert steps is not None
-    recipe = with_steps(recipe, steps)
-    tracker.max_steps, tracker.record = steps, plain_settings(recipe)
+        recipe = _settled(asked, max(1, math.ceil(epochs * mixture.num_rows / rows)), run)
     tracker.say(describe_length(recipe, mixture, rows))
-    if recipe.train.warmup_steps < warmup_steps:
+    if recipe.train.warmup_steps < asked.train.warmup_steps:
         tracker.say(
-            f"train.warmup_steps: {warmup_steps:,} are more than a fifth of the run; the warm-up takes "
+            f"train.warmup_steps: {asked.train.warmup_steps:,} are more than a fifth of the run; the warm-up takes "
             f"{recipe.train.warmup_steps:,} steps"
         )
-    on_main(accelerator, lambda: run.folder.check_recipe(tracker.record))
     outcome = Outcome(recipe, features, asking)
-    if checkpoint is not None and _is_finished(run, checkpoint[1], steps):
+    if checkpoint is not None and _is_finished(run, checkpoint[1], recipe.train.steps):
         return outcome
 
     # Head, in float32 and equal on all processes. A copy in the target's dtype is measured and saved, rounded before.
@@ -138,13 +137,14 @@ def fit(recipe: Recipe, run: Run) -> Outcome:
     return outcome
 
 
-def _find_start(run: Run, recipe: Recipe) -> tuple[tuple[Path, RunState] | None, int | None]:
-    """Return the checkpoint to resume from, or None, and the number of steps: the recipe's, that of the folder's run,
-    or None before the data have been counted. UserError if the folder's run had other settings."""
-    steps = recipe.train.max_steps or run.folder.max_steps()
-    if steps is not None:
-        run.folder.check_recipe(plain_settings(with_steps(recipe, steps)))
-    return newest_checkpoint(run.folder.checkpoints, run.tracker.say), steps
+def _settled(recipe: Recipe, steps: int, run: Run) -> Recipe:
+    """Return the recipe of a run of so many steps, which the tracker shows. UserError if the folder's run had other
+    settings."""
+    recipe = with_steps(recipe, steps)
+    run.tracker.max_steps = steps
+    run.tracker.record = plain_settings(recipe)
+    on_main(run.accelerator, lambda: run.folder.check_recipe(run.tracker.record))
+    return recipe
 
 
 def _is_finished(run: Run, state: RunState, steps: int) -> bool:
@@ -167,7 +167,7 @@ def describe_length(recipe: Recipe, mixture: Mixture, rows: int) -> str:
         most = max(1, MAX_EPOCHS * mixture.num_rows // rows)
         raise UserError(
             f"train.max_steps: {steps:,} steps of {tokens:,} tokens read {texts} {epochs:,.0f} times, expected at most "
-            f"{MAX_EPOCHS:,} times: give train.epochs=10, or train.max_steps={most} at most"
+            f"{MAX_EPOCHS:,} times: give train.max_steps='10 epochs', or {most} at most"
         )
     return f"{mixture.num_rows:,} rows: {steps:,} steps of {tokens:,} tokens are {epochs:.3g} epochs"
 
@@ -262,7 +262,7 @@ class Training:
             {
                 "step": state.step,
                 **averages,
-                "lr": train.lr * lr_factor(state.step - 1, train),
+                "lr": learning_rate(state.step - 1, train),
                 "grad_norm": float(self.stepper.norm),
                 "tokens": state.tokens,
                 "tokens_per_second": self.interval.tokens_per_second(),
@@ -296,7 +296,7 @@ class Training:
                 "step": state.step,
                 "tokens": state.tokens,
                 "seconds": state.seconds,
-                "lr": self.settings.lr * lr_factor(state.step - 1, self.settings),
+                "lr": learning_rate(state.step - 1, self.settings),
                 **measurement.model_dump(),
                 "best_tau": state.best_tau,
                 "best_step": state.best_step,

@@ -63,7 +63,6 @@ def make_accelerator(
     os.environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None)
     group = InitProcessGroupKwargs(timeout=TIMEOUT)
     arguments: dict[str, Any] = {
-        "gradient_accumulation_steps": settings.grad_accum,
         "step_scheduler_with_optimizer": False,
         "kwargs_handlers": [group],
     }
@@ -200,9 +199,8 @@ def _check_environment(settings: Train, mode: str) -> None:
             f"--mixed_precision {precision}: the recipe says train.precision {settings.precision}; leave the flag out",
         ),
         (
-            accumulation not in ("1", "auto", str(settings.grad_accum)),
-            f"--gradient_accumulation_steps {accumulation}: leave the flag out, and set train.tokens_per_step or "
-            "train.grad_accum",
+            accumulation not in ("1", "auto"),
+            f"--gradient_accumulation_steps {accumulation}: leave the flag out, and set train.tokens_per_step",
         ),
         (sharded and os.environ.get("FSDP_VERSION", "1") != "2", "--fsdp_version 1: expected 2"),
         (

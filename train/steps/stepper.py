@@ -23,7 +23,7 @@ from train.data.packing import Mixture
 from train.features.feature_source import FeatureSource, make_batch
 from train.recipe.recipe import Train
 from train.steps.draft_lora import merged_weights
-from train.steps.optimizer import lr_factor
+from train.steps.optimizer import learning_rate
 from train.steps.parallel import LossModule, make_strategy
 
 SEED_STRIDE = 1_000_003
@@ -36,7 +36,7 @@ def rows_per_step(settings: Train, context_length: int, num_processes: int) -> i
     a whole number of passes."""
     rows = settings.batch_size * num_processes
     if settings.tokens_per_step is None:
-        return rows * settings.grad_accum
+        return rows
     tokens = rows * context_length
     passes, rest = divmod(settings.tokens_per_step, tokens)
     if rest or not passes:
@@ -198,7 +198,7 @@ class Stepper:
         if stop:
             raise Interrupted
         for group in strategy.optimizer.param_groups:  # Accelerate would step a scheduler once per process
-            group["lr"] = settings.lr * lr_factor(number, settings)
+            group["lr"] = learning_rate(number, settings)
         scale = self.head.loss_scale(counts).float()
         weight: Tensor | None = None
         for micro, (rows, count) in enumerate(zip(micros, counts_by_pass, strict=True)):

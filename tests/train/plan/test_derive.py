@@ -25,7 +25,7 @@ NUMBER = 40
 SMALL = [
     *("data.regenerate.new_tokens=8", "data.context_length=96", "head.depth=2", "train.max_steps=2"),
     *("train.precision=fp32", "eval.max_new_tokens=4", "eval.num_prompts=2", "eval.report.num_prompts=2"),
-    "eval.report.temperatures=[0]",
+    "eval.report.temperature=[0]",
 ]
 
 
@@ -54,7 +54,7 @@ def test_every_kind_gets_a_recipe_that_fits(entry: str, here: Path, capsys: pyte
     folder = here / f"runs/{KINDS[entry]}-target-chats"
     recipe: Any = load_recipe(folder / "recipe.yaml")
     assert "fits: " in said and yaml.safe_load(said.partition(f"\n{KINDS[entry]} for ")[0])["train"]["lr"] == 0.5
-    assert recipe.train.lr == 0.5 and recipe.train.epochs and recipe.target.dtype == "float32"
+    assert recipe.train.lr == 0.5 and recipe.train.epochs is not None and recipe.target.dtype == "float32"
     made, (source,) = recipe.data.regenerate, recipe.data.sources
     assert recipe.target.path == str(here / "target") and source.path == str(here / "chats.jsonl")
     assert recipe.eval.prompts == source.held_out == str(folder / "held-out.jsonl")
@@ -72,13 +72,13 @@ def test_a_chain_is_as_long_as_the_head_that_is_there_drafts(here: Path) -> None
     write(here / "dflash", ZLAB, dflash().to_checkpoint())
     assert derived("xpress", "--plan", "--tflops", "1", "head.init_from=dflash") == 0
     found: Any = load_recipe("runs/xpress-target-chats/recipe.yaml").eval
-    assert found.tree == "chain:3" and found.report.trees == ("chain:3", "chain:2", "chain:1")
+    assert found.tree == "chain:3" and found.report.tree == ("chain:3", "chain:2", "chain:1")
 
 
 def test_a_gpu_gets_larger_sizes(here: Path) -> None:
     assert derived("eagle", "--plan", "--tflops", "1", "--memory", "80", "output_dir=large") == 0
     recipe: Any = load_recipe("large/recipe.yaml")
-    assert recipe.target.dtype == "bfloat16" and recipe.eval.report.batch_sizes == (1, 4, 16)
+    assert recipe.target.dtype == "bfloat16" and recipe.eval.report.batch_size == (1, 4, 16)
     assert 8192 < recipe.train.tokens_per_step <= 16384 and recipe.output_dir == str(here / "large")
 
 

@@ -55,7 +55,7 @@ def plan_of(settings: Settings, *overrides: str, **launch: Any) -> Plan:
 def eagle(settings: Settings) -> Settings:
     """An EAGLE-3 head trained in bfloat16, two micro-batches a step."""
     settings["head"] = {"kind": "eagle3", "depth": 2, "draft_vocab_size": 32000}
-    settings["train"] |= {"precision": "bf16", "grad_accum": 2}
+    settings["train"] |= {"precision": "bf16", "tokens_per_step": 4 * 48}
     return settings
 
 
@@ -125,7 +125,9 @@ def test_a_plan_refuses_what_the_run_refuses(
 def test_processes_hold_their_shares(sharing: str, share: int, extra: int, eagle: Settings) -> None:
     eagle["head"]["draft_vocab_size"] = 64
     alone = plan_of(eagle, memory=80.0)
-    plan = plan_of(eagle, memory=80.0, processes=8, sharing=sharing, features="sharded")
+    plan = plan_of(
+        eagle, f"train.tokens_per_step={8 * 192}", memory=80.0, processes=8, sharing=sharing, features="sharded"
+    )
     rows = plan.device()
     for name in STATE:
         assert rows[name] == -(-alone.device()[name] // share)
@@ -280,7 +282,7 @@ def test_epochs_are_planned_as_far_as_they_are_known(
     eagle["head"]["draft_vocab_size"] = 64
     eagle["data"]["sources"][0]["limit"] = limit
     eagle["data"]["regenerate"] = {"prompt_tokens": 16, "new_tokens": 32}
-    words = ["train.max_steps=null", "--train.epochs=2", "--memory=24", "--plan"]
+    words = ["--train.max_steps=2 epochs", "--memory=24", "--plan"]
     assert attempt("eagle", [str(write_recipe(eagle)), *words]) == 0
     said = [line.split() for line in capsys.readouterr().out.splitlines()]
     # 2 epochs of 10 x 48 tokens in steps of 4 x 48

@@ -68,29 +68,30 @@ def test_paths_are_read_as_a_shell_reads_them(tmp_path: Path, monkeypatch: pytes
 
 
 def test_only_the_report_looks_for_drafts(tmp_path: Path) -> None:
-    recipe = load(tmp_path, GOOD, "eval.report.trees=[auto, 'chain:2']")
-    assert recipe.eval.report.trees == ("auto", "chain:2")
+    recipe = load(tmp_path, GOOD, "eval.report.tree=[auto, 'chain:2']")
+    assert recipe.eval.report.tree == ("auto", "chain:2")
+    assert load(tmp_path, GOOD, "eval.report.tree=auto").eval.final().trees == ("auto",), "of one value, too"
     (fault,) = faults(tmp_path, GOOD, "eval.tree=auto")
     assert "eval.tree: the same tree is measured every time, got 'auto'" in fault
 
 
 def test_a_default_that_has_no_effect_is_no_fault(tmp_path: Path) -> None:
     """A run's own recipe has every default, and is changed on the command line."""
-    own = dump_recipe(plain_settings(load(tmp_path, GOOD, "eval.report.temperatures=[0, 1]")))
+    own = dump_recipe(plain_settings(load(tmp_path, GOOD, "eval.report.temperature=[0, 1]")))
     assert "top_k: 0" in own
-    assert load(tmp_path, own, "eval.report.temperatures=[0]").eval.report.temperatures == (0,)
+    assert load(tmp_path, own, "eval.report.temperature=[0]").eval.report.temperature == (0,)
 
 
 def test_all_faults_are_given_at_once_with_file_key_and_suggestion(tmp_path: Path) -> None:
-    text = GOOD.replace("lr: 1e-4", "lr: fast\n  grad_acum: 2").replace("limit: 10", "limt: 10")
+    text = GOOD.replace("lr: 1e-4", "lr: fast\n  batch_sise: 2").replace("limit: 10", "limt: 10")
     text = text.replace("depth: 3", "dept: 3").replace("max_steps: 10", "max_steps: 1.5\n  schedule: cosin")
     assert faults(tmp_path, text) == [
         "r.yaml: head.dept: unknown key; did you mean 'depth'?",
         "r.yaml: data.sources.0.limt: unknown key; did you mean 'limit'?",
-        "r.yaml: train.max_steps: should be a valid integer, got 1.5",
+        "r.yaml: train.max_steps: expected a number of steps, or at most '1000 epochs', got 1.5",
         "r.yaml: train.lr: should be a valid number, got 'fast'",
         "r.yaml: train.schedule: got 'cosin'; did you mean 'cosine'?",
-        "r.yaml: train.grad_acum: unknown key; did you mean 'grad_accum'?",
+        "r.yaml: train.batch_sise: unknown key; did you mean 'batch_size'?",
     ]
 
 
@@ -100,19 +101,23 @@ def test_all_faults_are_given_at_once_with_file_key_and_suggestion(tmp_path: Pat
         ("train.max_stps=3", "train.max_stps: unknown key; did you mean 'max_steps'?"),
         ("train.lr='1e-4'", "train.lr: should be a valid number, got '1e-4'"),
         ("train.decay_fraction=0.1", "train.decay_fraction: has no effect with"),
-        ("train.max_steps=null", "train.max_steps: is missing; give it a value, or give train.epochs"),
+        ("train.max_steps=null", "train.max_steps: is missing; give it a value"),
+        ("train.max_steps=0 epochs", "train.max_steps: expected a number of steps, or at most '1000 epochs'"),
+        ("train.epochs=2", "train.epochs: is no key any more; give train.max_steps, such as '8 epochs'"),
+        ("train.grad_accum=2", "train.grad_accum: is no key any more; give train.tokens_per_step"),
+        ("eval.report.trees=[chain:1]", "eval.report.trees: is no key any more; give eval.report.tree"),
+        ("eval.report.batch_size=[]", "eval.report.batch_size: expected a value, or a list of several"),
         ("head={depth: 3}", "head.kind: is missing; one of eagle3"),
         ("data.template.a=[1]", "data.template.a: should be a valid boolean or a valid integer or a valid number or"),
         ("head.kind=null", "head.kind: got None; known: eagle3"),
         ("head.tree_nodes=3", "head.tree_nodes: has no effect here: it belongs to kind medusa"),
         ("data.sources.4.limit=1", "there is no such entry"),
         ("data.sources.0.weight=2", "data.sources.0.weight: has no effect with one"),
-        (["train.eval_every=5", "train.eval_points=3"], "train.eval_points: has no effect with train.eval_every"),
         ("tracking.project=x", "tracking.project: has no effect without tracking.wandb"),
         ("eval.top_p=0.9", "eval.top_p: has no effect at eval.temperature 0"),
         ("eval.rule=ratio", "eval.rule: has no effect at eval.temperature 0"),
         (["eval.report.sampling=model", "eval.top_k=3"], "eval.top_k: has no effect at eval.temperature 0"),
-        (["eval.report.sampling=model", "eval.report.temperatures=[1]"], "no effect with eval.report.sampling"),
+        (["eval.report.sampling=model", "eval.report.temperature=[1]"], "no effect with eval.report.sampling"),
         (["eval.rule=typical", "eval.temperature=1"], "eval.rule: got 'typical'; known: match, ratio, block"),
         ("eval.tree=chain:0", "eval.tree: tree 'chain:0': a chain has at least 1 draft token"),
     ],
@@ -158,11 +163,11 @@ def test_a_recipe_extends_another(tmp_path: Path) -> None:
     (tmp_path / "base/target.yaml").write_text(
         GOOD.replace("output_dir: runs/x\n", "extends: ../all.yaml\n").replace("depth: 3", "depth: 2")
     )
-    (tmp_path / "all.yaml").write_text("train: {lr: 1, seed: 4}\neval: {report: {trees: [chain:2, chain:1]}}\n")
-    text = "extends: base/target.yaml\noutput_dir: runs/x\neval: {report: {trees: [chain:3]}}\nhead: {depth: 3}\n"
+    (tmp_path / "all.yaml").write_text("train: {lr: 1, seed: 4}\neval: {report: {tree: [chain:2, chain:1]}}\n")
+    text = "extends: base/target.yaml\noutput_dir: runs/x\neval: {report: {tree: [chain:3]}}\nhead: {depth: 3}\n"
     recipe = load(tmp_path, text, "train.lr=2e-4")
     assert recipe.head.model_dump(exclude_unset=True) == {"kind": "eagle3", "depth": 3, "aux_layer_ids": (1, 2, 3)}
-    assert (recipe.train.lr, recipe.train.seed, recipe.eval.report.trees) == (2e-4, 4, ("chain:3",))
+    assert (recipe.train.lr, recipe.train.seed, recipe.eval.report.tree) == (2e-4, 4, ("chain:3",))
     assert load(tmp_path, dump_recipe(plain_settings(recipe))) == recipe
     (tmp_path / "all.yaml").write_text("train: {sead: 4}\n")
     assert faults(tmp_path, text) == ["all.yaml: train.sead: unknown key; did you mean 'seed'?"]
@@ -180,7 +185,7 @@ def test_an_interpolation_is_text(tmp_path: Path) -> None:
 
 def test_the_final_measurement_has_the_settings_of_the_report_or_else_those_of_eval(tmp_path: Path) -> None:
     recipe = load(
-        tmp_path, GOOD, "eval.temperature=0.5", "eval.top_k=3", "eval.presence_penalty=1", "eval.report.trees=[auto]"
+        tmp_path, GOOD, "eval.temperature=0.5", "eval.top_k=3", "eval.presence_penalty=1", "eval.report.tree=[auto]"
     )
     assert recipe.eval.final() == BenchSettings(
         num_prompts=32, max_prompt_tokens=256, trees=("auto",), temperatures=(0.5,), top_k=3, presence_penalty=1, seed=1
@@ -206,16 +211,9 @@ def test_an_override_replaces_what_was_there(overrides: list[str], expected: dic
 
 
 def test_null_in_an_override_is_none_where_that_is_a_value(tmp_path: Path) -> None:
-    text = GOOD.replace("lr: 1e-4", "lr: 1e-4\n  eval_every: 5\n  seed: 3")
-    train = load(tmp_path, text, "train.eval_every=null", "train.seed=null", "train.lr=null").train
-    assert (train.eval_every, train.seed, train.lr) == (None, 0, 1e-4)
-
-
-def test_steps_and_epochs_on_the_command_line_replace_each_other(tmp_path: Path) -> None:
-    train = load(tmp_path, GOOD, "train.epochs=2").train
-    assert (train.max_steps, train.epochs) == (None, 2)
-    train = load(tmp_path, GOOD.replace("max_steps: 10", "epochs: 0.5"), "--train.max_steps=7").train
-    assert (train.max_steps, train.epochs) == (7, None)
+    text = GOOD.replace("lr: 1e-4", "lr: 1e-4\n  tokens_per_step: 5\n  seed: 3")
+    train = load(tmp_path, text, "train.tokens_per_step=null", "train.seed=null", "train.lr=null").train
+    assert (train.tokens_per_step, train.seed, train.lr) == (None, 0, 1e-4)
 
 
 @pytest.mark.parametrize(
@@ -225,7 +223,6 @@ def test_steps_and_epochs_on_the_command_line_replace_each_other(tmp_path: Path)
         ({"max_steps": 160, "warmup_steps": 30}, [40, 63, 101, 160]),
         ({"max_steps": 6400, "eval_points": 4}, [1600, 2540, 4032, 6400]),
         ({"max_steps": 12}, [12]),
-        ({"max_steps": 10, "eval_every": 4}, [4, 8, 10]),
     ],
 )
 def test_tau_is_measured_at_points_spaced_evenly_in_the_logarithm_of_the_steps(
@@ -235,7 +232,8 @@ def test_tau_is_measured_at_points_spaced_evenly_in_the_logarithm_of_the_steps(
 
 
 def test_a_warm_up_takes_at_most_a_fifth_of_the_run(tmp_path: Path) -> None:
-    recipe = load(tmp_path, GOOD.replace("max_steps: 10", "epochs: 1\n  warmup_steps: 600"))
+    recipe = load(tmp_path, GOOD.replace("max_steps: 10", "max_steps: 0.5 epochs\n  warmup_steps: 600"))
+    assert recipe.train.epochs == 0.5
     for steps, warmup in ((133, 26), (3_000, 600), (40_000, 600), (1, 0)):
         train = with_steps(recipe, steps).train
         assert (train.steps, train.epochs, train.warmup_steps) == (steps, None, warmup)

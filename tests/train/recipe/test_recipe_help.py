@@ -44,7 +44,7 @@ def test_every_key_has_a_meaning_in_sentences_and_the_schema_s_type_and_default(
     keys = listed("draft")
     assert all(re.fullmatch(r"[A-Za-z].*\.", meaning) for _, _, meaning in keys.values())
     assert keys["train.betas"][:2] == ("list of 2 numbers >= 0, < 1", "default [0.9, 0.95]")
-    assert keys["eval.report.trees"][:2] == ("list of texts or null", "default null")
+    assert keys["eval.report.tree"][:2] == ("list of texts or null", "default null")
     assert keys["data.sources"][:2] == ("list of sections", "required")
     assert keys["head.lora.rank"][:2] == ("integer >= 1", "default 16")
     assert keys["eval.rule"][:2] == ("match or ratio or block or likeliest", "default match")

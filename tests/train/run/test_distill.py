@@ -84,7 +84,7 @@ def test_a_whole_run_by_adapters_on_its_own_text(small: Settings) -> None:
     """Every option at once; the published form is a plain model, its outputs the target's own."""
     small["head"]["lora"] = {"rank": 4}
     small["data"] |= {"on_policy": ON_POLICY, "regenerate": {"prompts": 4, "prompt_tokens": 8, "new_tokens": 8}}
-    small["eval"]["report"] |= {"trees": ["chain:2", "tree:2x2x5"], "temperatures": [0, 1]}
+    small["eval"]["report"] |= {"tree": ["chain:2", "tree:2x2x5"], "temperature": [0, 1]}
     folder, results = measured_run("distill", small)
     assert results["exact"]["prompts"] == 8
     head = load_head(folder)

@@ -44,7 +44,7 @@ def test_the_whole_way(form: str, settings: Settings, tmp_path: Path, capsys: py
     settings["target"]["path"] = str(target)
     settings["head"] = {"kind": "mtp", "native": True}
     settings["train"] |= {"max_steps": 2, "log_every": 1, "lr": 1e-2}
-    settings["eval"]["report"] = {"repeats": 1, "trees": ["chain:3"], "temperatures": [0, 1]}
+    settings["eval"]["report"] = {"repeats": 1, "tree": ["chain:3"], "temperature": [0, 1]}
     assert attempt("mtp", [str(write_recipe(settings))]) == 0
     run = Path(settings["output_dir"])
     prompts = ["--prompts", str(tmp_path / "prompts.jsonl"), "--tree", "chain:1,chain:3"]

@@ -63,7 +63,7 @@ def test_accumulation_is_the_same_step_cut_up(settings: Settings, tmp_path: Path
     settings["data"] = {"sources": [chat_source(tmp_path)], "context_length": 128}
     settings["train"] |= {"max_steps": 3, "batch_size": 4, "weight_decay": 0.1, "max_grad_norm": 0.5, "log_every": 1}
     whole = run(settings)
-    settings["train"] |= {"batch_size": 1, "grad_accum": 4}
+    settings["train"] |= {"batch_size": 1, "tokens_per_step": 4 * 128}
     cut = run(settings | {"output_dir": str(tmp_path / "cut")})
     for name, tensor in weights(whole, 3).items():
         torch.testing.assert_close(weights(cut, 3)[name], tensor, rtol=1e-3, atol=1e-4)
@@ -106,9 +106,10 @@ def test_float32_is_refused_for_a_target_that_is_narrower(settings: Settings) ->
     ("number", "optimizer"), [(signal.SIGTERM, "adamw"), (signal.SIGINT, "muon"), (signal.SIGHUP, "adamw")]
 )
 def test_an_interrupted_run_goes_on_bit_for_bit(
-    number: signal.Signals, optimizer: str, settings: Settings, tmp_path: Path
+    number: signal.Signals, optimizer: str, settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings["train"] |= {"eval_every": 2, "warmup_steps": 2, "schedule": "wsd", "optimizer": optimizer}
+    monkeypatch.setattr("train.recipe.recipe.MIN_POINT", 1)  # tau is measured after steps 2, 4 and 6
+    settings["train"] |= {"eval_points": 3, "warmup_steps": 2, "schedule": "wsd", "optimizer": optimizer}
     unbroken = run(settings)
     settings["output_dir"] = str(tmp_path / "broken")
     with signal_at(3, number), pytest.raises(Interrupted):
@@ -132,12 +133,13 @@ def test_a_run_under_nohup_goes_on(settings: Settings) -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-@pytest.mark.parametrize(("step", "text"), [(3, None), (6, '{"measured_step": 9}')])
+@pytest.mark.parametrize(("step", "text"), [(4, None), (6, '{"measured_step": 9}')])
 def test_a_measurement_that_was_not_recorded_is_made_again_and_counts_once(
-    step: int, text: str | None, settings: Settings
+    step: int, text: str | None, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run is killed after its measurement at `step`; measured.json is absent or says nothing."""
-    settings["train"] |= {"eval_every": 3, "keep_checkpoints": 9}
+    monkeypatch.setattr("train.recipe.recipe.MIN_POINT", 1)
+    settings["train"] |= {"eval_points": 2, "keep_checkpoints": 9}
     folder = run(settings)
     records = [line | TIMINGS for line in lines(folder)]
     final, recorded = weights(folder, 6), [read_state(path) for path in list_checkpoints(folder / "checkpoints")]
@@ -158,8 +160,7 @@ def test_a_measurement_that_was_not_recorded_is_made_again_and_counts_once(
 def test_epochs_are_as_many_steps(settings: Settings, capsys: pytest.CaptureFixture[str]) -> None:
     """Three epochs in steps of 2 rows, with a warm-up for a long run; also for a run that is begun again."""
     epochs = settings | {"data": settings["data"] | {"context_length": 256}}
-    del epochs["train"]["max_steps"]
-    epochs["train"] |= {"epochs": 3, "warmup_steps": 600}
+    epochs["train"] |= {"max_steps": "3 epochs", "warmup_steps": 600}
     folder = run(epochs)
     said = capsys.readouterr().err
     steps = load_recipe(folder / "recipe.yaml").train.steps
@@ -169,7 +170,10 @@ def test_epochs_are_as_many_steps(settings: Settings, capsys: pytest.CaptureFixt
     assert f"train.warmup_steps: 600 are more than a fifth of the run; the warm-up takes {steps // 5} step" in said
     run(epochs)
     assert f"finished already, {steps} steps" in capsys.readouterr().err
-    for change, fault in (({"epochs": 5}, rf"train\.max_steps was {steps}, is "), ({"lr": 0.02}, "was 0.01, is 0.02")):
+    for change, fault in (
+        ({"max_steps": "5 epochs"}, rf"train\.max_steps was {steps}, is "),
+        ({"lr": 0.02}, "was 0.01, is 0.02"),
+    ):
         with pytest.raises(UserError, match=fault):
             run(epochs | {"train": epochs["train"] | change})
 
@@ -179,7 +183,7 @@ def test_more_than_a_thousand_epochs_are_a_mistake(settings: Settings) -> None:
     settings["train"]["max_steps"] = 501
     with pytest.raises(
         UserError,
-        match=r"501 steps of 512 tokens read 1 text 1,002 times, .* give train\.epochs=10, or train\.max_steps=500 at",
+        match=r"501 steps of 512 tokens read 1 text 1,002 times, .* give train\.max_steps='10 epochs', or 500 at",
     ):
         run(settings)
 
@@ -207,10 +211,10 @@ def test_other_data_is_refused(settings: Settings) -> None:
 def test_a_loss_that_is_no_number_ends_the_run_before_it_is_saved(
     log_every: int, settings: Settings, whole: Settings
 ) -> None:
-    settings["train"] |= {"log_every": log_every, "eval_every": 3}
+    settings["train"]["log_every"] = log_every
     with nan_at(5), pytest.raises(UserError, match=r"not finite at step 5: .* the same command goes on"):
         run(settings)
-    assert sorted(path.name for path in Path(settings["output_dir"], "checkpoints").iterdir()) == ["step-3", "step-4"]
+    assert sorted(path.name for path in Path(settings["output_dir"], "checkpoints").iterdir()) == ["step-2", "step-4"]
     run(settings)
     assert judged(settings, whole)
 

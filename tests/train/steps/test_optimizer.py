@@ -15,20 +15,20 @@ from tests.support.closeness import assert_close
 from tests.support.published_heads import V, dflash2, domino, dspark, eagle3, lilicorr, xpress
 from tests.support.small_targets import VOCAB, make_drafter, make_target
 from train.recipe.recipe import Train
-from train.steps.optimizer import Muon, lr_factor, make_optimizer, orthogonal
+from train.steps.optimizer import Muon, learning_rate, make_optimizer, orthogonal
 
 
 def test_cosine_warms_up_and_falls_to_its_floor() -> None:
-    settings = Train(max_steps=110, warmup_steps=10, min_lr_ratio=0.1)
-    rates = [lr_factor(step, settings) for step in range(110)]
+    settings = Train(max_steps=110, lr=1.0, warmup_steps=10, min_lr_ratio=0.1)
+    rates = [learning_rate(step, settings) for step in range(110)]
     assert rates[0] == pytest.approx(1 / 11) and rates[10] == 1.0 and max(rates) == 1.0
     assert rates[60] == pytest.approx(0.55) and rates[-1] == pytest.approx(0.1, abs=1e-3)
     assert rates[:11] == sorted(rates[:11]) and rates[10:] == sorted(rates[10:], reverse=True)
 
 
 def test_wsd_is_flat_until_its_fall() -> None:
-    settings = Train(max_steps=100, warmup_steps=5, schedule="wsd", decay_fraction=0.2, min_lr_ratio=0.0)
-    rates = [lr_factor(step, settings) for step in range(101)]
+    settings = Train(max_steps=100, lr=1.0, warmup_steps=5, schedule="wsd", decay_fraction=0.2, min_lr_ratio=0.0)
+    rates = [learning_rate(step, settings) for step in range(101)]
     assert set(rates[5:81]) == {1.0} and rates[90] == pytest.approx(0.5) and rates[100] == 0.0
 
 
