@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -201,10 +201,17 @@ def document_features() -> Any:
     return Features(kinds | dict.fromkeys(("reason", "error", "form", "unread", "notes"), Value("string")))
 
 
-def load_rows(name: str, features: Any, rows: Callable[[], Iterable[dict[str, Any]]]) -> "Dataset":
-    """Return the data set with a fingerprint. `rows` yields its rows, if it is not in the cache."""
+def load_documents(
+    name: str, records: Callable[..., Iterable[Sequence[Document]]], shares: Sequence[range] | None = None
+) -> Corpus:
+    """Return the corpus with a fingerprint. `records` yields the documents of each record, if it is not in the cache.
+    `shares`: as many processes call it, each with one of these."""
     import datasets
     from datasets.exceptions import DatasetGenerationError
+
+    def rows(shares: Sequence[range] | None = None) -> Iterator[dict[str, Any]]:
+        for documents in records() if shares is None else chain.from_iterable(map(records, shares)):
+            yield from record_rows(documents)
 
     datasets.disable_progress_bars()
     cache_root().mkdir(parents=True, exist_ok=True)
@@ -212,22 +219,13 @@ def load_rows(name: str, features: Any, rows: Callable[[], Iterable[dict[str, An
         if lock(file.fileno()) is None:  # it would fail, or wait for ever
             builder: Any = datasets.builder
             builder.FileLock = lambda path: nullcontext()
+    shared = {} if shares is None else {"gen_kwargs": {"shares": [*shares]}, "num_proc": len(shares)}
     where = {"cache_dir": str(cache_root()), "fingerprint": name}
     try:
-        return datasets.Dataset.from_generator(rows, features=features, **where)
+        documents = datasets.Dataset.from_generator(rows, features=document_features(), **where, **shared)
     except DatasetGenerationError as error:
         raise error.__cause__ or error from None
-
-
-def load_documents(name: str, records: Callable[[], Iterable[Sequence[Document]]]) -> Corpus:
-    """Return the corpus with a fingerprint. `records` yields the documents of each record, if it is not in the
-    cache."""
-
-    def rows() -> Iterator[dict[str, Any]]:
-        for documents in records():
-            yield from record_rows(documents)
-
-    return corpus_of_rows(load_rows(name, document_features(), rows))
+    return corpus_of_rows(documents)
 
 
 def has_documents(name: str) -> bool:

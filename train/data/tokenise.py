@@ -3,11 +3,13 @@ skipped and why, and its first document with the labels marked."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
+import tempfile
 from collections.abc import Iterator
 from functools import partial
+from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,16 +23,13 @@ from train.data.corpus import (
     Document,
     Reader,
     Tally,
-    corpus_of_rows,
-    document_features,
     fingerprint,
-    load_rows,
-    record_rows,
+    has_documents,
+    load_documents,
 )
 from train.data.sources import AnySource, ChatSource, skipped_document
 
 if TYPE_CHECKING:
-    from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
 OPEN, CLOSE = "⟦", "⟧"
@@ -108,20 +107,21 @@ def texts_of(source: AnySource) -> str:
 
 def _tokenise_source(source: AnySource, rendering: ChatTemplate) -> Corpus:
     """Return the documents of a source, tokenised by several processes if it is large."""
-    content = source.content()
-    records = _load_records(source, fingerprint(content))
-    processes = min(len(os.sched_getaffinity(0)), len(records) // RECORDS_PER_PROCESS)
-    documents = records.map(
-        partial(_tokenise_batch, source, rendering, os.getpid()),
-        batched=True,
-        batch_size=BATCH,
-        remove_columns=records.column_names,
-        features=document_features(),
-        num_proc=processes if processes > 1 else None,
-        new_fingerprint=fingerprint({"records": content, **tokens_key(source, rendering)}),
-        load_from_cache_file=True,
-    )
-    return corpus_of_rows(documents)
+    name = fingerprint({"records": source.content(), **tokens_key(source, rendering)})
+    number = 0
+    if not has_documents(name) and (number := sum(1 for _ in source.records())) == 0:
+        raise UserError(f"{source}: holds no records; expected some text or conversations")
+    processes = max(1, min(len(os.sched_getaffinity(0)), number // RECORDS_PER_PROCESS))
+    size = -(-number // processes)
+    shares = [range(n * size, (n + 1) * size) for n in range(processes)]
+    with tempfile.TemporaryDirectory() as folder:
+        fault = Path(folder, "fault")  # `datasets` gives the faults of other processes as a text with their traceback
+        try:
+            return load_documents(name, partial(_tokenise_share, source, rendering, fault, os.getpid()), shares)
+        except Exception:
+            if fault.is_file():
+                raise UserError(fault.read_text()) from None
+            raise
 
 
 def tokens_key(source: AnySource, rendering: ChatTemplate) -> dict[str, Any]:
@@ -129,41 +129,26 @@ def tokens_key(source: AnySource, rendering: ChatTemplate) -> dict[str, Any]:
     return {"tokenizer": tokenizer_key(rendering.tokenizer), **limit, **source.key(rendering)}
 
 
-def _load_records(source: AnySource, name: str) -> Dataset:
-    """Return a source's records as a data set of JSON texts: their own fields may be of a type for each record."""
-    from datasets import Features, Value
-
-    def rows() -> Iterator[dict[str, Any]]:
-        place = None
-        for place, record in source.records():
-            yield {"place": place.removeprefix(str(source)), "record": json.dumps(record, default=str)}
-        if place is None:
-            raise UserError(f"{source}: holds no records; expected some text or conversations")
-
-    return load_rows(name, Features({"place": Value("string"), "record": Value("large_string")}), rows)
-
-
-def _tokenise_batch(
-    source: AnySource, rendering: ChatTemplate, process: int, batch: dict[str, list[str]]
-) -> dict[str, list[Any]]:
+def _tokenise_share(
+    source: AnySource, rendering: ChatTemplate, fault: Path, process: int, share: range
+) -> Iterator[list[Document]]:
+    """Yield the documents of each record whose number is in `share`."""
     if os.getpid() != process:  # one of several, which leaves signals to the run
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    places = [f"{source}{place}" for place in batch["place"]]  # the file may have moved
-    records = [*zip(places, map(json.loads, batch["record"]), strict=True)]
-    rows: list[dict[str, Any]] = []
-    for place, documents in zip(places, source.documents(rendering, records), strict=True):
-        try:
-            rendering.check_ids(np.concatenate([document.ids for document in documents]), place)
-        except RecordError as error:
-            documents = [skipped_document(error, str(source))]
-        rows += record_rows(documents)
-    columns: dict[str, list[Any]] = {name: [] for name in document_features()}
-    for row in rows:
-        for name, column in columns.items():
-            column.append(row[name])
-    return columns
+    records = islice(source.records(), share.start, share.stop)
+    try:
+        while batch := [*islice(records, BATCH)]:
+            for (place, _), documents in zip(batch, source.documents(rendering, batch), strict=True):
+                try:
+                    rendering.check_ids(np.concatenate([document.ids for document in documents]), place)
+                    yield documents
+                except RecordError as error:
+                    yield [skipped_document(error, str(source))]
+    except UserError as error:
+        fault.write_text(str(error))
+        raise
 
 
 def describe_source(title: str, sizes: str, corpus: Corpus, tokenizer: PreTrainedTokenizerBase, *lines: str) -> str:

@@ -79,7 +79,7 @@ def test_the_fingerprint_is_what_the_tokens_depend_on(
     def entries(reader: Any = None, source: type = ChatSource, **settings: Any) -> int:
         kind = "chat" if source is ChatSource else "text"
         read_source(source(kind=kind, path=str(path), **settings), "s", reader or reader_of(tokenizer))
-        return len(list(own_cache.rglob("cache-*.arrow")))
+        return len(list(own_cache.rglob("*.arrow")))
 
     assert entries() == entries() == 1
     assert entries(reader_of(tokenizer), max_skipped=0.5, weight=3.0) == 1
@@ -100,7 +100,7 @@ def test_the_fingerprint_is_what_the_tokens_depend_on(
     assert entries(source=TextSource) == 9
     monkeypatch.setattr("train.data.corpus.VERSION", 0)
     assert entries(source=TextSource) == 10
-    for entry in own_cache.rglob("cache-*.arrow"):
+    for entry in own_cache.rglob("*.arrow"):
         entry.write_bytes(entry.read_bytes()[:-50])
     with pytest.raises(UserError, match=r"cache: holds a damaged file \(.*\); delete the folder"):
         entries(source=TextSource)
@@ -120,7 +120,7 @@ def test_several_processes_give_the_same_documents(
     one = read("one")
     monkeypatch.setattr(tokenise, "RECORDS_PER_PROCESS", 100)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(3))
-    assert read("three").digest == one.digest and len(list((tmp_path / "three").rglob("cache-*.arrow"))) == 3
+    assert read("three").digest == one.digest and len(list((tmp_path / "three").rglob("*.arrow"))) == 3
     path.write_text(path.read_text() + '{"words": "the sea"}\n')
     with pytest.raises(UserError, match=r"a\.jsonl:301: expected a record with 'text', got keys words"):
         read("three")
