@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from eval.records.draft_schedule import draft_schedule
+from eval.records.provenance import Provenance
 from eval.records.results import read_curve
 from eval.records.schema import HEAD, TARGET, Head, HeadConfig, Measurement, Origin, Point, Target
 from eval.records.speedup_checks import served_index, verdict_of
@@ -78,30 +79,33 @@ def head_facts(
     own = head.head if isinstance(head, LookupFirst) else head
     trained = None if own.is_borrowed else own
     config: Any = getattr(trained, "config", None)
-    provenance: dict[str, Any] = {}
+    provenance: Provenance | None = None
     curve: list[Point] = []
     engines: list[Verdict] = []
     with suppress(UserError):  # an untrained draft, or a head of others
-        provenance = read_config(find_head(folder))["provenance"]
+        provenance = Provenance.model_validate(read_config(find_head(folder))["provenance"])
         curve = read_curve(find_head(folder).parent / "metrics.jsonl")
     with suppress(UserError):  # files that are gone
         if target is not None:
             engines = engines_for(path, measurements, target_facts(target), head=head, target=target)
     unserved = None
-    if provenance and engines:
+    if provenance is not None and engines:
         unserved = why_unserved(engines) if match is None else why_unserved(engines, BOTH)
     serve = next((engine.shown for engine in engines if engine.reader in ALL_ENGINES and engine.is_as_measured), None)
-    tokens, step, steps = (provenance.get(key) for key in ("tokens", "step", "steps"))
+    made = provenance or Provenance()
+    budget = made.tokens
+    if made.tokens and made.step and made.steps:
+        budget = round(made.tokens * made.steps / made.step)
     facts = Head(
         kind=kind_of(head),
         path=path,
         sha256=weights_hash(folder),
         parameters=num_parameters(trained) if isinstance(trained, nn.Module) else 0,
-        trained_tokens=tokens,
+        trained_tokens=made.tokens,
         aux_layer_ids=list(head.aux_layer_ids),
-        budget_tokens=round(tokens * steps / step) if tokens and step and steps else tokens,
-        data_sha256=provenance.get("data", {}).get("sha256"),
-        context_length=data_of(provenance).get("context_length"),
+        budget_tokens=budget,
+        data_sha256=made.data.sha256,
+        context_length=made.data.sources.context_length,
         positions=head.positions,
         curve=curve,
         config=HeadConfig(**(config.model_dump() if isinstance(config, Settings) else {})),
@@ -116,12 +120,6 @@ def head_facts(
     if name:
         facts.name = name
     return facts
-
-
-def data_of(provenance: dict[str, Any]) -> dict[str, Any]:
-    """Return the recipe's section `data` in a head's provenance. Some have the sources alone."""
-    data: Any = (provenance.get("data") or {}).get("sources") or {}
-    return data if isinstance(data, dict) else {"sources": data}
 
 
 def engines_for(

@@ -17,10 +17,11 @@ import yaml
 from pydantic_core import to_json
 
 from eval.data.prompts import HELD_OUT_SUITE, HUB_SUITES, split_prompts
-from eval.measure.model_facts import data_of, engines_for
+from eval.measure.model_facts import engines_for
 from eval.pages.card import CARD, PLOTS, quoted, render_card
 from eval.pages.texts import LOCAL_MODEL, as_markdown
 from eval.records.acceptance_profile import ACCEPTANCE, acceptance_profile
+from eval.records.provenance import Provenance
 from eval.records.result_folders import RESULTS, folders_of, newest_results
 from eval.records.results import as_record, plain, read_log
 from eval.records.schema import Results, Target
@@ -110,6 +111,7 @@ def collect(
         recipe.get("target", {})["path"] = base or target
         files[RECIPE] = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True).encode()
     licensed = rights(base or "")
+    provenance = Provenance.model_validate(record["provenance"])
     card = render_card(
         record["kind"],
         base or (target if shown else LOCAL_MODEL),
@@ -117,9 +119,9 @@ def collect(
         shown,
         name=repo_id.partition("/")[2],
         rights=licensed,
-        datasets=hub_datasets(record["provenance"]),
+        datasets=hub_datasets(provenance),
         local=None if base else quoted(target),
-        trained=trained_on(record, folder.parent),
+        trained=trained_on(provenance, record["config"], folder.parent),
         plots=[plot for plot in PLOTS if plot in files],
         command=shlex.join(shown.command if shown else bench_command(repo_id, target, ())),
         own_prompts=", ".join(quoted(name) for name in private_prompts(shown)),
@@ -184,28 +186,29 @@ def find_measurement(
     return measurement
 
 
-def trained_on(record: dict[str, Any], run: Path) -> list[str]:
-    """Return lines of Markdown on a head's training, from its provenance and the files of its run, as far as they are
-    there."""
-    provenance, recipe, lines = record["provenance"], read_recipe(run / RECIPE), []
-    data, train = data_of(provenance), recipe.get("train", {})
-    for source in data.get("sources", ()):
-        limit = f", up to {source['limit']:,} records" if source.get("limit") else ""
-        lines.append(as_markdown(f"{source.get('path', 'modules of Python')} ({source.get('kind', 'chat')}){limit}"))
-    if answers := data.get("regenerate"):
-        count = f"{answers['prompts']:,} " if answers.get("prompts") else ""
-        lines.append(f"{count}conversations with answers by the target itself (T = {answers.get('temperature', 0):g})")
-    if "step" in provenance:
-        of = f" of {train['max_steps']:,}" if train.get("max_steps") else ""
-        lines.append(f"step {provenance['step']:,}{of} was kept, which had the highest tau")
+def trained_on(provenance: Provenance, config: Mapping[str, object], run: Path) -> list[str]:
+    """Return lines of Markdown on the training of a head with this config, from its provenance and the files of its
+    run, as far as they are there."""
+    recipe = read_recipe(run / RECIPE)
+    train = recipe.get("train", {})
+    lines = []
+    for source in provenance.data.sources.sources:
+        limit = f", up to {source.limit:,} records" if source.limit else ""
+        lines.append(as_markdown(f"{source.path} ({source.kind}){limit}"))
+    if answers := provenance.data.sources.regenerate:
+        count = f"{answers.prompts:,} " if answers.prompts else ""
+        lines.append(f"{count}conversations with answers by the target itself (T = {answers.temperature:g})")
+    if provenance.step is not None:
+        of = f" of {provenance.steps:,}" if provenance.steps else ""
+        lines.append(f"step {provenance.step:,}{of} was kept, which had the highest tau")
     if points := [point for point in read_log(run / METRICS) if "tokens" in point]:
         lines.append(f"{points[-1]['tokens']:,} tokens in the whole run")
     settings = {name: train.get(name) for name in SHOWN}
     settings["context_length"] = recipe.get("data", {}).get("context_length")
-    settings |= {name: record["config"].get(name) for name in ("depth", "loss")}
+    settings |= {name: config.get(name) for name in ("depth", "loss")}
     lines.append(as_markdown(", ".join(f"{name} {value}" for name, value in settings.items() if value is not None)))
-    if versions := provenance.get("versions"):
-        created = provenance.get("created", "")[:10]
+    if versions := provenance.versions:
+        created = provenance.created[:10]
         lines.append(f"draftsmith {versions.get('draftsmith')}, torch {versions.get('torch')}, {created}")
     return lines
 
@@ -262,9 +265,9 @@ def read_recipe(file: Path) -> dict[str, Any]:
     return recipe if isinstance(recipe, dict) else {}
 
 
-def hub_datasets(provenance: dict[str, Any]) -> list[str]:
+def hub_datasets(provenance: Provenance) -> list[str]:
     """Return the Hub ids of the data sets in a head's provenance."""
-    paths = [source.get("path", "") for source in data_of(provenance).get("sources", ())]
+    paths = [source.path for source in provenance.data.sources.sources]
     return list(dict.fromkeys(repo_and_revision(path)[0] for path in paths if is_hub_id(path)))
 
 

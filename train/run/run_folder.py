@@ -14,6 +14,8 @@ from eval.data.data_files import is_local
 from eval.data.prompts import absolute_prompts
 from eval.measure.machine import device_facts, versions
 from eval.pages.card import check_card
+from eval.records.provenance import Provenance, TrainingData
+from eval.records.schema import Device
 from eval.runtime.sampling_params import FILTERS
 from heads.core.errors import UserError, first_line, shown
 from heads.core.files import check_folder, lock, write_json, write_text
@@ -151,7 +153,7 @@ class RunFolder:
 
     def write_provenance(
         self, record: dict[str, Any], data_hash: str, target: FrozenTarget, num_processes: int
-    ) -> dict[str, Any]:
+    ) -> Provenance:
         """Write recipe.yaml and provenance.json at the start of a run, and return the provenance. UserError if the
         folder holds checkpoints of a run on another target."""
         changed: list[str] = []
@@ -163,21 +165,18 @@ class RunFolder:
                 "name that target, or another output_dir"
             )
         self.write_recipe(record)
-        provenance = {
-            "created": datetime.now(UTC).isoformat(timespec="seconds"),
-            "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
-            "versions": versions(),
-            "device": device_facts(target.device),
-            "num_processes": num_processes,
-            "target": {
-                "path": absolute(target.name),
-                **target.identity,
-                "dtype": str(target.dtype).removeprefix("torch."),
-            },
-            "data": {"sources": record["data"], "sha256": data_hash},
-            "steps": record["train"]["max_steps"],
-        }
-        write_json(self.provenance, provenance)
+        dtype = str(target.dtype).removeprefix("torch.")
+        provenance = Provenance(
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            command=[Path(sys.argv[0]).name, *sys.argv[1:]],
+            versions=versions(),
+            device=Device.model_validate(device_facts(target.device)),
+            num_processes=num_processes,
+            target={"path": absolute(target.name), **target.identity, "dtype": dtype},
+            data=TrainingData.model_validate({"sources": record["data"], "sha256": data_hash}),
+            steps=record["train"]["max_steps"],
+        )
+        write_json(self.provenance, provenance.model_dump(exclude_unset=True))
         return provenance
 
     def write_recipe(self, record: dict[str, Any], about: str = RESOLVED) -> None:

@@ -5,7 +5,7 @@ import math
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from eval.core.command_line import print_line
 from eval.core.progress import Progress
 from eval.data.chat_template import with_arguments
 from eval.measure.machine import settle_threads, setup_line
+from eval.records.provenance import Provenance
 from eval.records.schema import TauFigures
 from heads.core.contract import DraftHead
 from heads.core.errors import UserError
@@ -200,7 +201,7 @@ class Training:
             precision=self.accelerator.mixed_precision,
         )
         self.measured_steps = settings.measured_steps
-        self.provenance: dict[str, Any] = {}
+        self.provenance = Provenance()
         self.saved_step = 0
         """The step of the newest checkpoint. Before the first step there is nothing to save."""
         self.interval = Interval()
@@ -330,11 +331,11 @@ class Training:
 
     def _keep_head(self) -> None:
         state = self.state
-        provenance = {**self.provenance, "step": state.step, "tokens": state.tokens, "tau": state.best_tau}
+        how: dict[str, object] = {"estimated": "by the training step, on training text"}
         if self.stepper.features.measures:
-            provenance["measured"] = self.evaluation.settings.model_dump()
-        else:
-            provenance["estimated"] = "by the training step, on training text"
+            how = {"measured": self.evaluation.settings.model_dump()}
+        made = {"step": state.step, "tokens": state.tokens, "tau": state.best_tau, **how}
+        provenance = self.provenance.model_copy(update=made).model_dump(exclude_unset=True)
         record = target_record(self.target)
         save_head(self.measured, self.folder.head, target=record, provenance=provenance, dtype=self.dtype)
 
