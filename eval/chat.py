@@ -83,8 +83,8 @@ class Conversation:
     def answer(self, prompt: str, is_asked_to_stop: Callable[[], bool] = lambda: False) -> "Output":
         """Show the answer to a prompt while it is decoded, then its figures. `is_asked_to_stop` is called after each
         round and ends the answer if it returns True. Raise UserError if the prompt is empty or too long."""
-        from eval.data.chat_template import unknown_token
         from eval.data.prompts import answered, render
+        from eval.data.rendered_text import unknown_token
         from eval.measure.open_models import prompt_room
         from eval.records.metrics import tau
         from eval.runtime.engine import Request

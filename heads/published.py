@@ -16,8 +16,8 @@ from heads.core.contract import Origin
 from heads.core.errors import UserError, first_line, shown
 from heads.core.files import file_hash
 from heads.foreign.published_files import Source, foreign_config, open_source
-from heads.methods.initial_weights import begin
 from heads.methods.method_settings import METHODS
+from heads.parts.initial_weights import begin
 from heads.registry import HEADS, kind_of
 from heads.saved import check_fits, find_head, load_head, restore_head
 from heads.targets.frozen_target import FrozenTarget

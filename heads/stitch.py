@@ -20,7 +20,8 @@ from heads.core.errors import UserError, first_line
 from heads.core.files import check_empty, whole_folder
 from heads.formats.engine_folder import named_class
 from heads.formats.mtp import MTP, MtpLoader, compare_tensors, module_shapes
-from heads.methods.mtp import LAYOUTS, SHARED, Mtp, find_modules, module_names
+from heads.methods.mtp import Mtp
+from heads.methods.mtp_names import LAYOUTS, SHARED, find_modules, module_names
 from heads.published import is_published, open_any
 from heads.saved import CONFIG, find_head, read_config
 from heads.targets.hub import INDEX, is_here, read_tensors, tensor_files

@@ -34,6 +34,7 @@ ROOMS = {
     ("heads", "core"): "the contract, errors, trees",
     ("heads", "kernels"): "products, attention, choice",
     ("heads", "targets"): "the frozen target, its cache",
+    ("heads", "parts"): "layers, losses, start, trees",
     ("heads", "methods"): "model, loss and drafting",
     ("heads", "blocks"): "DFlash and its corrections",
     ("heads", "foreign"): "heads by other projects",

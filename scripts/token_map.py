@@ -52,11 +52,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     import torch
     from rich.console import Console
 
-    from eval.data.chat_template import with_arguments
+    from eval.data.template_arguments import with_arguments
     from eval.measure.bench_heads import bench_heads
     from eval.pages.run_report import save_and_print
     from heads.core.files import write_bytes
-    from heads.methods.vocab import build_vocab
+    from heads.parts.vocab import build_vocab
     from train.data.prepare import load_data
     from train.recipe.head_section import make_head
     from train.run.open_run import open_reader, open_run, read_recipe

@@ -20,8 +20,10 @@ from eval.core.command_line import Parser
 from eval.data.prompts import suite_name
 from eval.pages import texts
 from eval.pages.tables import Table
+from eval.records.figures_schema import Measurement
+from eval.records.head_schema import Head, Point
 from eval.records.results import read_results
-from eval.records.schema import Head, Measurement, Point, Results
+from eval.records.schema import Results
 from heads.methods.method_settings import TITLES
 from scripts import draw_rooms
 from train.entry import run_script

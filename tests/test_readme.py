@@ -33,7 +33,8 @@ from heads.formats.target_classes import SGLANG_BLOCK_TARGETS, SGLANG_TARGETS, V
 from heads.methods.method_settings import TITLES
 from heads.registry import HEADS, build_head
 from heads.saved import save_head, target_record
-from heads.targets.load import load_target, load_tokenizer
+from heads.targets.load import load_target
+from heads.targets.target_files import load_tokenizer
 from scripts.write_pages import CURVES, MARK, PICTURE, RESULTS, curve_chart
 from scripts.write_pages import pages as generated
 from tests.conftest import small_recipe

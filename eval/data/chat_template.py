@@ -7,23 +7,19 @@ known by its name: it is read off what it renders for small conversations.
 
 from __future__ import annotations
 
-import copy
 import json
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import date
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import Environment, TemplateSyntaxError, meta
-
 from eval.data.answer_frame import (
     CALLED,
     OPENS,
-    REASONING_END,
     THOUGHTS,
     TUNES,
     Frame,
@@ -33,20 +29,15 @@ from eval.data.answer_frame import (
 )
 from eval.data.conversation_forms import REASONING
 from eval.data.data_files import Message, RecordError
+from eval.data.rendered_text import check_rendered, unknown_token
+from eval.data.template_arguments import arguments_read
 from eval.data.template_traits import ANSWER, ASKED, NEXT, QUESTION, THOUGHT, Traits, as_given, traits_of
 from eval.data.tool_calls import CALL_FORMS, with_calls
-from heads.core.errors import UserError, shown
+from heads.core.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-GENERATION = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
-"""Tags that some templates have around the model's output, and that Jinja does not know. Labels do not use them,
-because they often include the beginning of an answer that is already part of the prompt."""
-GIVEN = frozenset({"messages", "tools", "documents", "add_generation_prompt", "strftime_now", "raise_exception"})
-"""Names that a template reads but that are not arguments of a user."""
-TAIL = 16
-"""Characters of an earlier answer that a text must have; templates drop what stands before, such as its reasoning."""
 DATE_CODE = re.compile(r"%-?[A-Za-z]")
 
 
@@ -340,78 +331,3 @@ def _template_of(tokenizer: PreTrainedTokenizerBase, template: str) -> ChatTempl
 def chat_template_of(tokenizer: PreTrainedTokenizerBase) -> ChatTemplate:
     """Return the chat template of a tokenizer, which must have one."""
     return _template_of(tokenizer, json.dumps(tokenizer.chat_template))
-
-
-def check_rendered(
-    messages: Iterable[tuple[int, Message]], text: str, place: str, name: str, answer: int | None = None
-) -> None:
-    """Raise RecordError if a rendered text lacks the text of one of the numbered turns. Spaces, escapes of JSON and the
-    reasoning may differ. Of turns of the assistant other than number `answer` only the end is looked for, and nothing
-    where they call a tool: servers leave out, too, what the template leaves out there. `name`: that of the template."""
-    for number, message in messages:
-        if "tool_calls" in message and number != answer:
-            continue
-        content = message["content"].rpartition(REASONING_END)[2].strip()
-        if message["role"] == "assistant" and number != answer:
-            content = content[-TAIL:]
-        escaped = (json.dumps(content, ensure_ascii=False)[1:-1], json.dumps(content)[1:-1])
-        if any(form in text for form in (content, *escaped)):
-            continue
-        if not _letters(content) or _letters(content) not in _letters(text):
-            raise RecordError(
-                f"{place}: {name} leaves out the text of turn {number} ({message['role']}, {shown(content)}); use one "
-                "that renders it, or fix the record",
-                "with a turn that the chat template leaves out",
-            )
-
-
-def _letters(text: str) -> str:
-    return "".join(re.findall(r"\w+", text))
-
-
-def arguments_read(template: str | Mapping[str, str], tokenizer: PreTrainedTokenizerBase) -> list[str] | None:
-    """Return the names that a template (or any template of a mapping) reads but does not set, or None if it cannot be
-    parsed."""
-    texts: Iterable[str] = [template] if isinstance(template, str) else template.values()
-    environment = Environment(extensions=["jinja2.ext.loopcontrols"])
-    try:
-        trees = [environment.parse(GENERATION.sub("", text)) for text in texts]
-    except TemplateSyntaxError:
-        return None
-    known = frozenset[str]().union(*(meta.find_undeclared_variables(tree) for tree in trees))
-    return sorted(known - GIVEN - tokenizer.special_tokens_map.keys())
-
-
-def unknown_token(ids: Collection[int], tokenizer: PreTrainedTokenizerBase | None, vocab_size: int | None) -> str:
-    """Return what is wrong with a text for a target of `vocab_size` tokens (None: unknown): its highest token, if the
-    target does not have it; else an empty text."""
-    token = int(max(ids, default=-1))
-    if tokenizer is None or vocab_size is None or token < vocab_size:
-        return ""
-    return f"token {tokenizer.convert_ids_to_tokens(token)!r} ({token}) is none of the target's {vocab_size} tokens"
-
-
-def without_second_bos(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the tokens of a text that may begin with BOS, before which the tokenizer has put its own."""
-    return ids[1:] if ids[:2] == [tokenizer.bos_token_id] * 2 else ids
-
-
-def with_arguments(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> PreTrainedTokenizerBase:
-    """Return the tokenizer with the arguments that its chat template reads set in the template, so that prompts are
-    rendered like the training data. An argument that a prompt is rendered with takes precedence."""
-    template = tokenizer.chat_template
-    known = None if template is None else arguments_read(template, tokenizer)
-    read = {name: value for name, value in arguments.items() if name in (known or ())}
-    if not read:
-        return tokenizer
-    settings = "".join(
-        f"{{%- if {name} is not defined -%}}{{%- set {name} = {json.dumps(value)} -%}}{{%- endif -%}}"
-        for name, value in read.items()
-    )
-    twin = copy.copy(tokenizer)
-    twin.chat_template = (
-        {name: settings + text for name, text in template.items()}
-        if isinstance(template, dict)
-        else settings + template
-    )
-    return twin

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from eval.core.command_line import print_line
-from eval.data.chat_template import chat_template_of, unknown_token, without_second_bos
+from eval.data.chat_template import chat_template_of
 from eval.data.conversation_forms import (
     QUESTIONS,
     ROLE,
@@ -37,6 +37,7 @@ from eval.data.conversation_forms import (
 )
 from eval.data.data_files import Message, Record, is_local, read_hub, read_records
 from eval.data.python_source import read_split
+from eval.data.rendered_text import unknown_token, without_second_bos
 from heads.core.errors import UserError, shown
 from heads.core.files import expanded, is_file
 

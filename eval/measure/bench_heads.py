@@ -14,10 +14,11 @@ from eval.measure.machine import dtype_options, environment
 from eval.measure.model_facts import head_facts, target_facts
 from eval.measure.open_models import choose_prompts
 from eval.measure.roofline import copy_bandwidth, roofline
+from eval.records.figures_schema import Divergence
 from eval.records.journal import Journal
 from eval.records.measure_settings import BenchSettings
 from eval.records.result_folders import short_name
-from eval.records.schema import Divergence, RecordedSettings, Results, Roofline, Search
+from eval.records.schema import RecordedSettings, Results, Roofline, Search
 from eval.records.speedup_checks import headline_index
 from eval.runtime.engine import Engine, EngineOptions
 from eval.runtime.graph import is_out_of_memory

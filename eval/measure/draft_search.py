@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from eval.core.command_line import AUTO
 from eval.data.prompts import Prompt, spread
 from eval.measure.compare import Draft, check_decoded, compare
+from eval.records.figures_schema import Measurement
 from eval.records.journal import Journal
 from eval.records.measure_settings import BenchSettings
 from eval.records.metrics import rate_ratio, tau
-from eval.records.schema import Look, Measurement, Search
+from eval.records.schema import Look, Search
 from eval.records.speedup_checks import best_index, why_unreliable
 from eval.runtime.sampling_params import check_rule
 from heads.core.contract import Drafter

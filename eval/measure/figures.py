@@ -19,23 +19,21 @@ from eval.data.prompts import spread
 from eval.measure.compare import Comparison, Variant, check_decoded, units_by_suite
 from eval.measure.roofline import bytes_read
 from eval.records import metrics
-from eval.records.metrics import round_seconds
-from eval.records.schema import (
+from eval.records.figures_schema import (
     Baseline,
-    Decoded,
     Divergence,
     Exact,
     Flip,
     Identical,
     Measurement,
-    Piece,
-    Sample,
     Speculative,
     Speedup,
     Spread,
     Tau,
     Turns,
 )
+from eval.records.metrics import round_seconds
+from eval.records.schema import Decoded, Piece, Sample
 from eval.records.speedup_checks import why_unreliable
 from eval.runtime.distribution import RowSampling
 from eval.runtime.engine import PHASES, Output

@@ -10,9 +10,11 @@ from typing import Any
 from torch import nn
 
 from eval.records.draft_schedule import draft_schedule
+from eval.records.figures_schema import Measurement
+from eval.records.head_schema import Head, HeadConfig, Origin, Point
 from eval.records.provenance import Provenance
 from eval.records.results import read_curve
-from eval.records.schema import HEAD, TARGET, Head, HeadConfig, Measurement, Origin, Point, Target
+from eval.records.schema import HEAD, TARGET, Target
 from eval.records.speedup_checks import served_index, verdict_of
 from heads.core.contract import HEAD_TREE, Drafter, split_draft
 from heads.core.engines import ALL_ENGINES

@@ -12,8 +12,10 @@ from transformers import PreTrainedTokenizerBase
 
 from eval.core.command_line import print_line
 from eval.core.progress import Progress
-from eval.data.chat_template import arguments_read, chat_template_of, unknown_token, with_arguments
+from eval.data.chat_template import chat_template_of
 from eval.data.prompts import Prompt, follow_up, load_prompts, split_prompts, windows
+from eval.data.rendered_text import unknown_token
+from eval.data.template_arguments import arguments_read, with_arguments
 from eval.measure.machine import setup_line
 from eval.records.measure_settings import BenchSettings
 from eval.runtime.engine import Engine, EngineOptions, Request

@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 from eval.pages.drawing import COLOURS, FONT_SIZE, Chart
 from eval.pages.texts import number, percent, reached, setting_text, speedup_text
 from eval.pages.verdicts import reliable_speedup
-from eval.records.schema import Measurement
+from eval.records.figures_schema import Measurement
 
 SMALL = FONT_SIZE - 1
 MAX_LABELS = 11

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from eval.pages import texts
 from eval.pages.texts import BRACKETS, MISSING, NOT_RELIABLE
 from eval.pages.verdicts import fastest, search_line, training_differences
-from eval.records.schema import Head, Measurement, Results, Roofline
+from eval.records.figures_schema import Measurement
+from eval.records.head_schema import Head
+from eval.records.schema import Results, Roofline
 from eval.records.speedup_checks import NO_BASELINE, is_believable, why_unreliable
 
 MAX_SHARE = 1.25

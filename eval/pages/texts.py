@@ -6,8 +6,9 @@ import re
 import shlex
 from collections.abc import Sequence
 
+from eval.records.figures_schema import Divergence, Exact, Measurement
 from eval.records.result_folders import short_name as short_name
-from eval.records.schema import Divergence, Exact, Measurement, Results
+from eval.records.schema import Results
 from eval.records.speedup_checks import (
     AUDIT_FAILED,
     NO_BASELINE,

@@ -12,8 +12,8 @@ from matplotlib.ticker import MaxNLocator
 from eval.pages.charts import CYCLE, draw_legend
 from eval.pages.drawing import COLOURS, Chart
 from eval.pages.texts import count, sentence
+from eval.records.head_schema import Point
 from eval.records.learning_curve import falls, learning_line
-from eval.records.schema import Point
 
 MIN_POINTS = 4
 """Number of points below which the loss is no curve."""

@@ -19,15 +19,9 @@ from eval.pages.texts import (
     tau_text,
 )
 from eval.records.draft_schedule import adapts, draft_schedule
-from eval.records.schema import (
-    HEAD,
-    TARGET,
-    Head,
-    Measurement,
-    Results,
-    Search,
-    Target,
-)
+from eval.records.figures_schema import Measurement
+from eval.records.head_schema import Head
+from eval.records.schema import HEAD, TARGET, Results, Search, Target
 from eval.records.speedup_checks import (
     HIDDEN,
     MACHINE_BUSY,

@@ -10,8 +10,9 @@ import shlex
 from itertools import accumulate, pairwise
 from typing import Any
 
+from eval.records.figures_schema import Measurement
 from eval.records.result_folders import short_name
-from eval.records.schema import Measurement, Results
+from eval.records.schema import Results
 from eval.records.speedup_checks import headline_index
 
 ACCEPTANCE = "acceptance.json"

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from itertools import groupby, pairwise
 from typing import NamedTuple
 
-from eval.records.schema import Measurement
+from eval.records.figures_schema import Measurement
 from eval.records.speedup_checks import verdict_of, why_unreliable
 
 ABOVE = 100_000

@@ -16,8 +16,8 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
+from eval.records.head_schema import Point
 from eval.records.metrics import CONFIDENCE
-from eval.records.schema import Point
 
 Floats = npt.NDArray[np.float64]
 

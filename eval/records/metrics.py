@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from eval.records.schema import Bin, DraftUse, Percentiles
+from eval.records.figures_schema import Bin, DraftUse, Percentiles
 
 if TYPE_CHECKING:
     from eval.runtime.request import Output

@@ -4,7 +4,8 @@ from typing import Any
 
 from pydantic import field_validator
 
-from eval.records.schema import Device, Part
+from eval.records.figures_schema import Part
+from eval.records.schema import Device
 
 
 class TrainedSource(Part):

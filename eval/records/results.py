@@ -8,7 +8,9 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import to_json
 
-from eval.records.schema import Measurement, Point, Results
+from eval.records.figures_schema import Measurement
+from eval.records.head_schema import Point
+from eval.records.schema import Results
 from eval.records.speedup_checks import why_unreliable
 from heads.core.errors import UserError, first_line
 from heads.core.files import write_bytes

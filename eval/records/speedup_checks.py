@@ -12,7 +12,7 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from eval.records.schema import Measurement
+    from eval.records.figures_schema import Measurement
 
 BUSY = 1.5
 """Ratio of mean to median of the time of a step above which something else used the machine. Quiet machines give 1.0

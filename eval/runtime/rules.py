@@ -184,7 +184,7 @@ def draw_counters(positions: Tensor, level: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Family:
-    """Parents and children of the nodes of a shape. Nodes are in the order of `heads.methods.tree_growth.grow`,
+    """Parents and children of the nodes of a shape. Nodes are in the order of `heads.parts.tree_growth.grow`,
     so siblings are in the order in which they were drawn."""
 
     parents: Tensor  # (I,) int64, the nodes that have children, ascending: the order in which `grow` draws children

@@ -21,34 +21,29 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from eval.core.progress import Progress
-from eval.data.chat_template import with_arguments
 from eval.data.prompts import HELD_OUT_SUITE, Prompt, prompts_hash
+from eval.data.template_arguments import with_arguments
 from eval.measure.compare import split_units, units_by_suite
 from eval.measure.figures import token_at, top_two_margin
 from eval.measure.machine import dtype_options, machine
 from eval.measure.model_facts import head_facts, target_facts
 from eval.measure.open_models import fitting_head, load_suites, open_target, open_target_of, say_defaults
 from eval.records import metrics
-from eval.records.journal import Journal
-from eval.records.measure_settings import BenchSettings
-from eval.records.schema import (
+from eval.records.figures_schema import (
     Baseline,
-    Device,
     Divergence,
     Exact,
     Flip,
-    Head,
-    HeadConfig,
     Measurement,
     Percentiles,
-    RecordedSettings,
-    Results,
-    Served,
     Speculative,
     Speedup,
-    Target,
     Tau,
 )
+from eval.records.head_schema import Head, HeadConfig
+from eval.records.journal import Journal
+from eval.records.measure_settings import BenchSettings
+from eval.records.schema import Device, RecordedSettings, Results, Served, Target
 from eval.runtime.engine import Engine, EngineOptions, Request
 from eval.runtime.near_ties import FAR, find_mismatches, first_difference
 from eval.runtime.sampling_params import Sampling
@@ -56,7 +51,7 @@ from eval.servers.engine_client import DRAFTED, DRAFTS, GENERATED, Answer, Engin
 from eval.servers.served_texts import Draws, compare_draws
 from heads.targets.frozen_target import FrozenTarget
 from heads.targets.hub import is_here
-from heads.targets.load import load_tokenizer
+from heads.targets.target_files import load_tokenizer
 
 DRAFT_OPTIONS = {
     "vLLM": "--speculative-config",

@@ -23,7 +23,7 @@ from eval.servers.llamacpp import Step
 from eval.servers.rounded_target import CACHES, log_probabilities, round_cache
 from heads.core.contract import Drafter
 from heads.core.tree import parse_shape
-from heads.methods.head_shape import low_middle_high
+from heads.parts.head_shape import low_middle_high
 from heads.registry import HEADS, kind_of
 from heads.targets.frozen_target import FrozenTarget
 

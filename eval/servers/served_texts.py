@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from eval.records.schema import CheckedDraws
+from eval.records.figures_schema import CheckedDraws
 from eval.runtime.distribution import RowSampling
 from eval.runtime.sampling_params import Sampling
 from heads.targets.frozen_target import FrozenTarget

@@ -61,16 +61,17 @@ from heads.core.strict_settings import SAVED
 from heads.core.tree import Pick, Proposal, TreeShape, check_width
 from heads.kernels.slots import PrefillSlots
 from heads.kernels.tree_attention import Attend
-from heads.methods.head_shape import block_settings, check_aux_layer_ids, check_one_width, mask_token, spread_layer_ids
-from heads.methods.initial_weights import AttentionProbe, TargetProbe, begin
-from heads.methods.layers import Attention, DecoderLayer, NormedAttention, RMSNorm, check_tensors
-from heads.methods.losses import matmul
-from heads.methods.method_settings import D_PACE, LABELS, DraftBlockSettings
-from heads.methods.rotary import CosSin, rotary_of
-from heads.methods.slot_state import SlotState, advance_root, copy_last
-from heads.methods.step_cost import ATTENTION_PRODUCTS, Widths, flops
-from heads.methods.tree_growth import grow
-from heads.methods.vocab import read_vocab, vocab_tables
+from heads.methods.method_settings import DraftBlockSettings
+from heads.parts.head_shape import block_settings, check_aux_layer_ids, check_one_width, mask_token, spread_layer_ids
+from heads.parts.initial_weights import AttentionProbe, TargetProbe, begin
+from heads.parts.layers import Attention, DecoderLayer, NormedAttention, RMSNorm, check_tensors
+from heads.parts.losses import matmul
+from heads.parts.part_settings import D_PACE, LABELS
+from heads.parts.rotary import CosSin, rotary_of
+from heads.parts.slot_state import SlotState, advance_root, copy_last
+from heads.parts.step_cost import ATTENTION_PRODUCTS, Widths, flops
+from heads.parts.tree_growth import grow
+from heads.parts.vocab import read_vocab, vocab_tables
 from heads.targets.frozen_target import FrozenTarget
 from heads.targets.masks import additive
 
@@ -91,7 +92,7 @@ class DraftBlockHead(nn.Module, DraftHead):
     Config: ClassVar[type[DraftBlockConfig]]
     config: Any
     terms: Sequence[tuple[float, str]]
-    """Factor and name of each divergence in the loss: one of `heads.methods.losses.LOSSES`, or `labels`."""
+    """Factor and name of each divergence in the loss: one of `heads.parts.losses.LOSSES`, or `labels`."""
     training_settings = frozenset({"num_anchors", "gamma", "weights"})
     """Settings that affect only the training."""
 

@@ -19,7 +19,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from heads.core.contract import Rows
-from heads.methods.labels import supervised
+from heads.parts.labels import supervised
 from heads.targets.masks import TILE, compiled_flex_attention, document_starts
 
 PIECE = 256

@@ -10,8 +10,9 @@ from torch import Tensor
 from heads.blocks.block_attention import AttentionWindow
 from heads.core.errors import expect
 from heads.core.strict_settings import Count, Number
-from heads.methods.layers import FULL, SLIDING, BlockConfig
-from heads.methods.method_settings import DraftBlockSettings, LayerIds
+from heads.methods.method_settings import DraftBlockSettings
+from heads.parts.layers import FULL, SLIDING, BlockConfig
+from heads.parts.part_settings import LayerIds
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from heads.methods.initial_weights import (
+from heads.parts.initial_weights import (
     AttentionProbe,
     TargetProbe,
     directions,
@@ -20,7 +20,7 @@ from heads.methods.initial_weights import (
     principal_axes,
     token_axes,
 )
-from heads.methods.layers import Attention
+from heads.parts.layers import Attention
 
 # Initial weights of a Markov head: the target's bigrams, which are its mean logits after each token. The matrix of
 # these logits is (h_a - mean h) . w_b for tokens a and b. The head gets its best approximation of rank r, with errors

@@ -1,6 +1,6 @@
 """Loss of draft blocks, in chunks of whole blocks.
 
-As in `heads.methods.losses`, no float32 tensor of (all rows) x (vocabulary) ever exists, and the gradient is computed
+As in `heads.parts.losses`, no float32 tensor of (all rows) x (vocabulary) ever exists, and the gradient is computed
 while the logits of a chunk exist. A chunk holds whole blocks, because a row's weight may depend on the draft's
 probabilities in its whole block.
 
@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from heads.core.contract import Batch, HeadLoss
-from heads.methods.losses import CHUNK_BYTES, LOSSES, MIN_ROWS, DifferentiatedLoss, Distribution, matmul
-from heads.methods.method_settings import LABELS
+from heads.parts.losses import CHUNK_BYTES, LOSSES, MIN_ROWS, DifferentiatedLoss, Distribution, matmul
+from heads.parts.part_settings import LABELS
 
 PACE = 0.5
 """Share of the constant 1 in D-PACE's mixture with the probability of each label (arXiv 2605.18810, alpha)."""

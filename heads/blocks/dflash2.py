@@ -29,10 +29,10 @@ from heads.blocks.block_config import BlockForm
 from heads.blocks.block_loss import BlockStates, Labels, RowLosses, among
 from heads.blocks.dflash import DFlash, DFlashConfig
 from heads.kernels.tree_attention import Attend
-from heads.methods.initial_weights import TargetProbe
-from heads.methods.layers import Attention, DecoderLayer
 from heads.methods.method_settings import DFlash2Settings
-from heads.methods.rotary import CosSin
+from heads.parts.initial_weights import TargetProbe
+from heads.parts.layers import Attention, DecoderLayer
+from heads.parts.rotary import CosSin
 
 CONVOLUTION_SETTINGS = ("conv_kernel_size", "conv_group_size")
 

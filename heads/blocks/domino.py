@@ -30,7 +30,7 @@ from heads.blocks.block_config import BlockForm
 from heads.blocks.block_loss import BlockStates, Labels, RowLosses, product
 from heads.blocks.dflash import DFlash, DFlashConfig
 from heads.methods.method_settings import DominoSettings
-from heads.methods.step_cost import flops
+from heads.parts.step_cost import flops
 
 
 class DominoConfig(DFlashConfig, DominoSettings):

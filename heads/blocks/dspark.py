@@ -27,8 +27,9 @@ from heads.blocks.block_config import BlockForm, DraftBlockConfig
 from heads.blocks.block_initial_weights import bigrams
 from heads.blocks.block_loss import BlockStates, Labels, RowLosses, draft_distribution, product, row_losses
 from heads.core.errors import expect
-from heads.methods.initial_weights import TargetProbe
-from heads.methods.method_settings import LABELS, DSparkSettings
+from heads.methods.method_settings import DSparkSettings
+from heads.parts.initial_weights import TargetProbe
+from heads.parts.part_settings import LABELS
 
 
 class DSparkConfig(DraftBlockConfig, DSparkSettings):

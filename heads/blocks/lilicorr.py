@@ -40,10 +40,11 @@ from heads.blocks.block_loss import BlockStates, Labels, RowLosses, among, draft
 from heads.blocks.dflash import DFlash, DFlashConfig
 from heads.blocks.dflash2 import CONVOLUTION_SETTINGS, ConvolvedLayer, check_convolutions, reset_convolutions
 from heads.blocks.lilicorr_lattice import Lattice
-from heads.methods.initial_weights import TargetProbe
-from heads.methods.layers import Attention, DecoderLayer
-from heads.methods.method_settings import LABELS, LiLiCorrSettings
-from heads.methods.step_cost import flops
+from heads.methods.method_settings import LiLiCorrSettings
+from heads.parts.initial_weights import TargetProbe
+from heads.parts.layers import Attention, DecoderLayer
+from heads.parts.part_settings import LABELS
+from heads.parts.step_cost import flops
 
 
 class LiLiCorrConfig(DFlashConfig, LiLiCorrSettings):

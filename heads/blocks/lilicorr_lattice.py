@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, normalize, scaled_dot_product_attention, silu
 
-from heads.methods.layers import RMSNorm
+from heads.parts.layers import RMSNorm
 
 STEADY = 4.0
 """Size of what a new lattice is meant to compute, compared with what is random in it."""

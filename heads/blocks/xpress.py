@@ -30,9 +30,9 @@ from heads.blocks.backbone import NextLogits
 from heads.blocks.block_config import BlockForm
 from heads.blocks.block_loss import BlockStates, Labels, RowLosses, among, product
 from heads.blocks.dflash import DFlash, DFlashConfig
-from heads.methods.layers import MLP
 from heads.methods.method_settings import XPressSettings
-from heads.methods.step_cost import flops
+from heads.parts.layers import MLP
+from heads.parts.step_cost import flops
 
 
 class XPressConfig(DFlashConfig, XPressSettings):

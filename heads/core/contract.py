@@ -258,7 +258,7 @@ class DraftHead(Drafter):
 
     @abstractmethod
     def step_cost(self, batch_size: int, length: int, *, width: int, most: int) -> StepCost:
-        """Return what the loss of a micro-batch of full rows costs, by formulas (`heads.methods.step_cost`) from the
+        """Return what the loss of a micro-batch of full rows costs, by formulas (`heads.parts.step_cost`) from the
         shapes of the head's tensors, which may have no values. `width`: bytes of a number in a layer; `most`: bytes of
         activations above which a head that can recompute them does so."""
 

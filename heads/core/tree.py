@@ -2,7 +2,7 @@
 
 A tree is two integer tensors, `tokens` (B, N) and `parents` (B, N). Node 0 is the root, which is its own parent. Every
 other node has a higher index than its parent. Verification depends on nothing else, so any way of growing a tree
-(`heads.methods.tree_growth`) is exact. A chain is the tree whose parents are 0, 0, 1, 2, ...
+(`heads.parts.tree_growth`) is exact. A chain is the tree whose parents are 0, 0, 1, 2, ...
 
 The command line parses shapes, so this file does not import torch.
 

@@ -26,8 +26,8 @@ from heads.foreign.published_files import (
     is_same_table,
     refuse_settings,
 )
-from heads.methods.head_shape import spread_layer_ids
-from heads.methods.layers import FULL, SLIDING
+from heads.parts.head_shape import spread_layer_ids
+from heads.parts.layers import FULL, SLIDING
 from heads.targets.frozen_target import FrozenTarget
 
 SCALED = re.compile(r"Gemma\d")

@@ -23,8 +23,8 @@ from heads.foreign.published_files import (
     is_same_table,
     refuse_settings,
 )
-from heads.methods.head_shape import low_middle_high
-from heads.methods.layers import SLIDING
+from heads.parts.head_shape import low_middle_high
+from heads.parts.layers import SLIDING
 from heads.targets.frozen_target import FrozenTarget
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
@@ -125,7 +125,7 @@ def pair_norms(path: str, weights: dict[str, Tensor], layers: int) -> list[str]:
 
 
 def sort_vocab(path: str, weights: dict[str, Tensor], V: int, Vd: int) -> None:
-    """Convert the tables of a draft vocabulary to the form of `heads.methods.vocab`, with draft ids in the order of
+    """Convert the tables of a draft vocabulary to the form of `heads.parts.vocab`, with draft ids in the order of
     their target ids, and reorder the tensors that have a row per draft id. Afterwards both tables are present, or
     neither."""
     d2t = weights.get("d2t")

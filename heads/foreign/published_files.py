@@ -19,7 +19,7 @@ from transformers import AutoConfig
 from transformers.utils.hub import cached_file
 
 from heads.core.errors import UserError, first_line
-from heads.methods.rotary import SCALINGS
+from heads.parts.rotary import SCALINGS
 from heads.targets.frozen_target import FrozenTarget
 from heads.targets.hub import is_hub_id, read_tensors, repo_and_revision, tensor_files
 
@@ -123,7 +123,7 @@ def check_same(source: Source, target: FrozenTarget, **sizes: int | None) -> Non
 
 def decoder_settings(source: Source, fields: Mapping[str, Any], kind: str, target: FrozenTarget) -> tuple[Any, Any]:
     """Return the transformers config for the part `fields` of config.json, of type `kind` if it names none, and the
-    settings of a `heads.methods.layers.BlockConfig` for it, with `rope_scaling` None for plain positions.
+    settings of a `heads.parts.layers.BlockConfig` for it, with `rope_scaling` None for plain positions.
 
     Positions in time, height and width are equal in a text, so the sections of a vision-language model do not matter.
     """

@@ -27,7 +27,7 @@ from heads.formats.engine_folder import (
     vllm,
 )
 from heads.formats.target_classes import LLAMACPP_TARGETS, OPENVINO_TARGETS, SGLANG_BLOCK_TARGETS, VLLM_TARGETS
-from heads.methods.layers import SLIDING
+from heads.parts.layers import SLIDING
 
 TARGETS = {
     VLLM: VLLM_TARGETS,

@@ -21,8 +21,8 @@ from heads.formats.engine_folder import (
 )
 from heads.targets.frozen_target import FrozenTarget
 from heads.targets.hub import TOKENIZER_CONFIG, has_file, tokenizer_files
-from heads.targets.load import load_tokenizer
 from heads.targets.smaller_models import fit_vocabulary, load_smaller, model_record, own_weights
+from heads.targets.target_files import load_tokenizer
 
 
 def write_tokenizer(folder: Path, target: Mapping[str, Any]) -> None:

@@ -18,8 +18,8 @@ from heads.foreign.published_eagle3 import EMBEDDING, IDS, QWEN3, UNEVEN, read_e
 from heads.formats.engine_folder import TRIED, Folder, Format, decoder_config, llama_cpp, openvino, sglang, vllm
 from heads.formats.target_classes import LLAMACPP_TARGETS, OPENVINO_TARGETS, SGLANG_TARGETS, VLLM_TARGETS
 from heads.methods.eagle3 import Eagle3Config
-from heads.methods.head_shape import low_middle_high
-from heads.methods.layers import SLIDING
+from heads.parts.head_shape import low_middle_high
+from heads.parts.layers import SLIDING
 
 EAGLE = "the EAGLE repository (cb7e084)"
 LLAMA = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"}

@@ -19,7 +19,7 @@ from heads.core.engines import ALL_ENGINES, ENGINES, LLAMACPP, READERS, SGLANG, 
 from heads.core.tree import TreeShape, is_chain
 from heads.foreign.published_files import Reading, Source
 from heads.formats.quantized import SCALE
-from heads.methods.layers import BlockConfig
+from heads.parts.layers import BlockConfig
 from heads.targets.frozen_target import FrozenTarget
 
 TRIED = (

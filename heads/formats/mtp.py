@@ -17,8 +17,9 @@ from heads.core.engines import SGLANG, VLLM
 from heads.core.strict_settings import SAVED
 from heads.foreign.published_files import Reading, Source, check_same
 from heads.formats.engine_folder import TRIED, Folder, Format, Shapes, named_class, sglang, vllm, with_both_rotations
-from heads.methods.family_layers import BlockMaker, block_record
-from heads.methods.mtp import LAYOUTS, PARTS, Layout, MtpConfig, count_modules, read_native, to_field
+from heads.methods.mtp import MtpConfig
+from heads.methods.mtp_names import LAYOUTS, PARTS, Layout, count_modules, read_native, to_field
+from heads.parts.family_layers import BlockMaker, block_record
 from heads.targets.families import register_mimo, rope_scaling, rope_theta
 from heads.targets.frozen_target import FrozenTarget
 from heads.targets.hub import repo_and_revision

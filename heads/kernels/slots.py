@@ -105,7 +105,7 @@ class DraftSlots:
     """W nodes of one level. Each sees the observed slots, its ancestors and itself."""
 
     length: Tensor  # (B,) int64, the number of observed slots
-    paths: Tensor  # (B, W, level) int64, as in `heads.methods.tree_growth.Expand`
+    paths: Tensor  # (B, W, level) int64, as in `heads.parts.tree_growth.Expand`
     slot: Tensor  # (S,) int64, 0 .. S - 1
     chain: bool
     """True if each level expands one node, which then sees all slots up to its own."""

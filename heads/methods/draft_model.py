@@ -2,7 +2,7 @@
 2310.08461).
 
     slot t reads x_t and predicts x_{t+1}:  q_t = softmax(W h_t), with the draft's own h and W
-    loss = sum over labels of D(p_t || q_t) / rows, p the target's distribution and D one of heads.methods.losses.LOSSES
+    loss = sum over labels of D(p_t || q_t) / rows, p the target's distribution and D one of heads.parts.losses.LOSSES
 
 White-box: p is the target's whole distribution, on any text that the recipe names: a corpus, the target's answers or
 the draft's own samples. D = `labels` is the plain cross-entropy of x_{t+1}, without p: fine-tuning, the baseline.
@@ -36,13 +36,13 @@ from heads.core.errors import UserError
 from heads.core.strict_settings import SAVED, Count
 from heads.core.tree import Pick, Proposal, TreeShape, check_width, level_widths, scratch_slots
 from heads.kernels.slots import DraftSlots, PrefillSlots, SlotMapping, round_up
-from heads.methods.labels import counts_by_depth, supervised, teacher
-from heads.methods.layers import check_tensors, restore_buffers
-from heads.methods.losses import draft_loss
 from heads.methods.method_settings import DraftSettings
-from heads.methods.slot_state import advance_root, copy_last
-from heads.methods.step_cost import ATTENTION_PRODUCTS, Widths, flops
-from heads.methods.tree_growth import grow
+from heads.parts.labels import counts_by_depth, supervised, teacher
+from heads.parts.layers import check_tensors, restore_buffers
+from heads.parts.losses import draft_loss
+from heads.parts.slot_state import advance_root, copy_last
+from heads.parts.step_cost import ATTENTION_PRODUCTS, Widths, flops
+from heads.parts.tree_growth import grow
 from heads.targets.cached_decoder import CachedDecoder, CacheSpec
 from heads.targets.encoder_decoder import find_base
 from heads.targets.families import OutputHead, longest_text

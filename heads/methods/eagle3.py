@@ -27,8 +27,10 @@ from torch import Tensor, nn
 from heads.core.contract import SharedLayers
 from heads.core.strict_settings import SAVED, Count
 from heads.kernels.tree_attention import Attend
-from heads.methods.head_shape import block_settings, check_aux_layer_ids, check_one_width, default_aux_layer_ids
-from heads.methods.initial_weights import (
+from heads.methods.method_settings import Eagle3Settings
+from heads.methods.state_recycling import Recycling
+from heads.parts.head_shape import block_settings, check_aux_layer_ids, check_one_width, default_aux_layer_ids
+from heads.parts.initial_weights import (
     UNSURE,
     AttentionProbe,
     TargetProbe,
@@ -38,7 +40,7 @@ from heads.methods.initial_weights import (
     probe_target,
     resized,
 )
-from heads.methods.layers import (
+from heads.parts.layers import (
     MLP,
     Attention,
     BlockConfig,
@@ -47,10 +49,9 @@ from heads.methods.layers import (
     RMSNorm,
     check_tensors,
 )
-from heads.methods.method_settings import Eagle3Settings, LayerIds
-from heads.methods.rotary import CosSin, rotary_of
-from heads.methods.state_recycling import Recycling
-from heads.methods.vocab import build_vocab, read_vocab, vocab_tables
+from heads.parts.part_settings import LayerIds
+from heads.parts.rotary import CosSin, rotary_of
+from heads.parts.vocab import build_vocab, read_vocab, vocab_tables
 from heads.targets.frozen_target import FrozenTarget
 
 

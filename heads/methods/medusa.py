@@ -34,16 +34,16 @@ from heads.core.errors import UserError
 from heads.core.strict_settings import SAVED, Count
 from heads.core.tree import Pick, Proposal, TreeShape, check_width
 from heads.kernels.product import with_products
-from heads.methods.head_shape import check_one_width
-from heads.methods.initial_weights import UNSURE
-from heads.methods.labels import counts_by_depth, label_slots, supervised, teacher
-from heads.methods.layers import check_tensors
-from heads.methods.losses import draft_loss
 from heads.methods.method_settings import MedusaSettings
-from heads.methods.slot_state import advance_root, copy_last
-from heads.methods.step_cost import flops
-from heads.methods.tree_growth import grow
-from heads.methods.vocab import build_vocab, check_table
+from heads.parts.head_shape import check_one_width
+from heads.parts.initial_weights import UNSURE
+from heads.parts.labels import counts_by_depth, label_slots, supervised, teacher
+from heads.parts.layers import check_tensors
+from heads.parts.losses import draft_loss
+from heads.parts.slot_state import advance_root, copy_last
+from heads.parts.step_cost import flops
+from heads.parts.tree_growth import grow
+from heads.parts.vocab import build_vocab, check_table
 from heads.targets.frozen_target import FrozenTarget
 
 MAX_RANKS = 32

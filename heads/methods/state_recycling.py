@@ -40,13 +40,13 @@ from heads.core.host_memory import total_memory
 from heads.core.tree import Pick, Proposal, TreeShape, check_width, scratch_slots
 from heads.kernels.slots import DraftSlots, PrefillSlots
 from heads.kernels.tree_attention import Attend
-from heads.methods.labels import counts_by_depth, label_slots
-from heads.methods.losses import draft_loss
-from heads.methods.rotary import CosSin, Rotary
-from heads.methods.slot_state import SlotState, advance_root, copy_last
-from heads.methods.step_cost import ATTENTION_PRODUCTS, Widths, flops
-from heads.methods.tree_growth import grow
-from heads.methods.ttt_attention import causal_attention
+from heads.parts.labels import counts_by_depth, label_slots
+from heads.parts.losses import draft_loss
+from heads.parts.rotary import CosSin, Rotary
+from heads.parts.slot_state import SlotState, advance_root, copy_last
+from heads.parts.step_cost import ATTENTION_PRODUCTS, Widths, flops
+from heads.parts.tree_growth import grow
+from heads.parts.ttt_attention import causal_attention
 from heads.targets.cache import Forms
 from heads.targets.masks import additive
 

@@ -20,7 +20,7 @@ class MiMoConfig(Qwen2Config):
 
 
 class MiMoForCausalLM(Qwen2ForCausalLM):
-    """MiMo's model without its prediction modules, which `heads.methods.mtp.read_native` reads."""
+    """MiMo's model without its prediction modules, which `heads.methods.mtp_names.read_native` reads."""
 
     config_class = MiMoConfig
     _keys_to_ignore_on_load_unexpected = [r"^model\.mtp_layers\."]  # noqa: RUF012 - as transformers declares it

@@ -14,7 +14,9 @@ from transformers import AutoConfig, PreTrainedModel
 
 from heads.core.errors import UserError, first_line, warn_once
 from heads.targets.frozen_target import FrozenTarget
-from heads.targets.load import ShapeTarget, auto_class, load_shape, load_target, load_tokenizer
+from heads.targets.load import auto_class, load_target
+from heads.targets.shape_target import ShapeTarget, load_shape
+from heads.targets.target_files import load_tokenizer
 
 MAX_NAMED = 4
 """Tokens to name in a line."""

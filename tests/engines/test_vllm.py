@@ -24,7 +24,8 @@ from eval.runtime.engine import Engine, EngineOptions, Request
 from eval.runtime.near_ties import FAR, find_mismatches, first_difference
 from heads.core.tree import parse_shape
 from heads.saved import load_head, save_head, target_record
-from heads.targets.load import load_target, load_tokenizer
+from heads.targets.load import load_target
+from heads.targets.target_files import load_tokenizer
 from tests.engines.vllm_process import NEEDS_VLLM, TARGET, ask_vllm
 from tests.support.runs import forget_accelerator, train
 

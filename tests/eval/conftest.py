@@ -27,10 +27,11 @@ from eval.runtime.engine import Engine, EngineOptions, Request
 from heads.core.contract import Batch, Drafter, HeadLoss, Observation, Rows, SharedLayers
 from heads.core.errors import UserError
 from heads.core.tree import MAX_NODES, Pick, Proposal, TreeShape
-from heads.methods.tree_growth import grow
+from heads.parts.tree_growth import grow
 from heads.registry import UNTRAINED
 from heads.targets.frozen_target import FrozenTarget
-from heads.targets.load import load_target, load_tokenizer
+from heads.targets.load import load_target
+from heads.targets.target_files import load_tokenizer
 
 Bench = Callable[..., tuple[dict[str, Any], str]]
 

@@ -24,9 +24,10 @@ from eval.pages.tables import settings_table
 from eval.pages.texts import audit_line, heading, setting_line, subtitle
 from eval.pages.verdicts import serve_command, verdicts, verdicts_on, warnings
 from eval.records.draft_schedule import ABOVE, draft_schedule
+from eval.records.figures_schema import Measurement
 from eval.records.measure_settings import SAMPLED, BenchSettings, served_sampling, to_settings
 from eval.records.results import read_results
-from eval.records.schema import Measurement, Results
+from eval.records.schema import Results
 from eval.records.speedup_checks import why_unreliable
 from eval.runtime.sampling_params import Sampling
 from heads.core.errors import UserError

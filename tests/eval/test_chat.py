@@ -25,7 +25,7 @@ from eval.runtime.sampling_params import Sampling
 from heads.core.errors import UserError
 from heads.core.tree import parse_shape
 from heads.targets.frozen_target import FrozenTarget
-from heads.targets.load import load_tokenizer
+from heads.targets.target_files import load_tokenizer
 from tests.conftest import CHAT_TEMPLATE
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from heads.blocks import block_loss
-from heads.methods import losses
+from heads.parts import losses
 from heads.targets.frozen_target import FrozenTarget
 from heads.targets.load import load_target
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import rms_norm
 
 from heads.blocks.block_attention import all_blocks
-from heads.methods.initial_weights import probe_target
+from heads.parts.initial_weights import probe_target
 from heads.published import is_published, open_any, read_published, start_from
 from heads.registry import build_head
 from heads.saved import save_head, target_record

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from heads.methods.initial_weights import UNSURE
+from heads.parts.initial_weights import UNSURE
 from heads.registry import HEADS, build_head
 from heads.saved import target_record
 from heads.targets.families import final_norm_scale, rope_scaling, rope_theta

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from eval.core.command_line import exit_status
 from heads.core.errors import UserError
-from heads.methods.mtp import SHARED
+from heads.methods.mtp_names import SHARED
 from heads.published import read_published, start_from
 from heads.registry import build_head
 from heads.saved import load_head, save_head, target_record

@@ -34,7 +34,8 @@ from eval.records.measure_settings import BenchSettings, to_settings
 from eval.records.results import as_record, read_results, write_record
 from heads.registry import build_head
 from heads.saved import load_head, read_config, save_head, target_record
-from heads.targets.load import load_target, load_tokenizer
+from heads.targets.load import load_target
+from heads.targets.target_files import load_tokenizer
 from scripts import publish
 from tests.support.measurements import measurement
 from tests.support.native_mtp import change_config, write_native

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from heads.targets.load import load_tokenizer
+from heads.targets.target_files import load_tokenizer
 from scripts.token_map import main
 from tests.conftest import TEXT, make_tiny_tokenizer, small_recipe
 from tests.support.native_mtp import D, V, write_native

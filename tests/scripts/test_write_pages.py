@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from eval.records.figures_schema import Measurement
 from eval.records.results import as_record, write_record
-from eval.records.schema import Measurement
 from scripts import write_pages
 from scripts.write_pages import all_table, cost_table, first_table
 from tests.support.measurements import measurement, results_of

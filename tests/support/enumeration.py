@@ -9,7 +9,7 @@ from torch import Tensor
 from eval.runtime.rules import Rejection, Verdict
 from heads.core.tree import Pick, Proposal, TreeShape, is_chain
 from heads.kernels.slots import ancestors
-from heads.methods.tree_growth import grow
+from heads.parts.tree_growth import grow
 
 
 class Toy:

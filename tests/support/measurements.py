@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from eval.records.schema import Measurement, Results
+from eval.records.figures_schema import Measurement
+from eval.records.schema import Results
 from heads.core.tree import parse_shape
 
 

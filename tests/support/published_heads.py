@@ -12,7 +12,7 @@ from torch import Tensor
 
 from heads.methods.eagle3 import Eagle3, Eagle3Config
 from heads.methods.medusa import Medusa, MedusaConfig
-from heads.methods.vocab import build_vocab
+from heads.parts.vocab import build_vocab
 from heads.published import is_published, read_published
 from heads.registry import HEADS
 from heads.saved import load_head, save_head, target_record

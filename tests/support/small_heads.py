@@ -10,10 +10,10 @@ from torch import Tensor
 from heads.core.contract import Batch, DraftHead, Observation, Rows, SharedLayers
 from heads.core.tree import Proposal, parse_shape
 from heads.methods.eagle3 import Eagle3, Eagle3Config
-from heads.methods.initial_weights import TargetProbe
 from heads.methods.mtp import Mtp, MtpConfig
 from heads.methods.state_recycling import Recycling
-from heads.methods.vocab import build_vocab
+from heads.parts.initial_weights import TargetProbe
+from heads.parts.vocab import build_vocab
 from heads.targets.frozen_target import FrozenTarget
 from train.features.feature_source import make_batch
 

@@ -46,7 +46,7 @@ def as_on_a_gpu() -> Iterator[None]:
     """Take the same code path as on a GPU: no C, experts' weights gathered for each row, and heads do not read the
     lengths of their texts nor look for matches."""
     with without_c(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("heads.methods.slot_state.SlotState.extent", lambda state, tokens: len(state.slot))
+        patch.setattr("heads.parts.slot_state.SlotState.extent", lambda state, tokens: len(state.slot))
         patch.setattr(decoder.Experts, "by_expert", decoder.Experts.gathered)
         patch.setattr("heads.methods.two_drafts.LookupFirst.skips", False)
         yield

@@ -28,9 +28,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from eval.data.answer_frame import OPENS, REASONING_END, THOUGHTS, shared_start
-from eval.data.chat_template import ChatTemplate, check_rendered, without_second_bos
+from eval.data.chat_template import ChatTemplate
 from eval.data.conversation_forms import FINISH, REASONING
 from eval.data.data_files import Message, RecordError
+from eval.data.rendered_text import check_rendered, without_second_bos
 from eval.data.template_traits import blank, common_prefix
 from train.data.corpus import Document
 

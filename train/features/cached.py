@@ -28,7 +28,7 @@ from eval.core.progress import Progress
 from heads.core.contract import Rows
 from heads.core.errors import UserError, first_line
 from heads.core.files import check_folder, write_bytes
-from heads.methods.initial_weights import probe_tokens, probed_rows
+from heads.parts.initial_weights import probe_tokens, probed_rows
 from heads.targets.frozen_target import Features, FrozenTarget
 from heads.targets.identity import changes
 from train.core.processes import on_main

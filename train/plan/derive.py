@@ -159,7 +159,7 @@ def derive(source: Source, first: Recipe, launch: "Launch") -> tuple["Plan", str
     """Fill in what the settings of `source`, which are those of `first`, lack. Return the plan of the recipe, and the
     text of its file of held-out conversations, which is empty if `eval.prompts` is another file or a suite."""
     from heads.targets.hf_decoder import positions_of
-    from heads.targets.load import load_config
+    from heads.targets.target_files import load_config
 
     tree, size, data = source.tree, SIZES[launch.device], first.data
     files = first.target.model_dump(include={"trust_remote_code", "gguf_file"})

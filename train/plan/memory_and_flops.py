@@ -24,13 +24,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from heads.core.contract import ACTIVATION_SHARE
-from heads.methods.losses import CHUNK_BYTES, MIN_ROWS
-from heads.methods.method_settings import LABELS
 from heads.methods.state_recycling import device_memory
+from heads.parts.losses import CHUNK_BYTES, MIN_ROWS
+from heads.parts.part_settings import LABELS
 from heads.saved import check_unsaved
 from heads.targets.families import attention_widths, layer_setting
 from heads.targets.hf_forward import takes_block_masks
-from heads.targets.load import load_shape
+from heads.targets.shape_target import load_shape
 from train.recipe.head_section import make_head
 from train.recipe.recipe import Recipe
 from train.steps.draft_lora import add_adapters

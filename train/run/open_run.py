@@ -15,7 +15,7 @@ from eval.data.chat_template import ChatTemplate
 from heads.core.errors import UserError
 from heads.targets.frozen_target import FrozenTarget, Place
 from heads.targets.layer_placement import drop_layers, shard_layers
-from heads.targets.load import load_config, load_end_ids, load_tokenizer
+from heads.targets.target_files import load_config, load_end_ids, load_tokenizer
 from train.core.interrupts import Interrupts
 from train.core.processes import die_with_launcher, on_main
 from train.core.strict_yaml import suggest

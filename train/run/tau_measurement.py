@@ -19,8 +19,8 @@ from transformers import PreTrainedTokenizerBase
 from eval.core.progress import Progress
 from eval.data.prompts import HELD_OUT_SUITE, Prompt, load_prompts, split_prompts
 from eval.measure.compare import check_decoded
+from eval.records.head_schema import PointSuite, TauFigures
 from eval.records.metrics import acceptance_by_depth, tau, tau_interval
-from eval.records.schema import PointSuite, TauFigures
 from eval.runtime.engine import Engine, EngineOptions, Output, Request
 from eval.runtime.sampling_params import Sampling
 from heads.core.contract import Batch, DraftHead, shape_for

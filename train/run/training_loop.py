@@ -13,10 +13,10 @@ from transformers import PreTrainedTokenizerBase
 
 from eval.core.command_line import print_line
 from eval.core.progress import Progress
-from eval.data.chat_template import with_arguments
+from eval.data.template_arguments import with_arguments
 from eval.measure.machine import settle_threads, setup_line
+from eval.records.head_schema import TauFigures
 from eval.records.provenance import Provenance
-from eval.records.schema import TauFigures
 from heads.core.contract import DraftHead
 from heads.core.errors import UserError
 from heads.saved import save_head, target_record

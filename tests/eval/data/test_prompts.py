@@ -14,7 +14,7 @@ from eval.data.python_source import read_split
 from eval.measure.open_models import load_suites
 from eval.records.measure_settings import BenchSettings
 from heads.core.errors import UserError
-from heads.targets.load import load_tokenizer
+from heads.targets.target_files import load_tokenizer
 
 
 @pytest.fixture(scope="module")

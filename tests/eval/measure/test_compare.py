@@ -11,9 +11,9 @@ from transformers import PreTrainedTokenizerBase
 from eval.data.prompts import Prompt
 from eval.measure.compare import Comparison, compare, split_units
 from eval.measure.figures import figures, find_differences, find_divergences, top_two_margin
+from eval.records.figures_schema import Turns
 from eval.records.measure_settings import BenchSettings
 from eval.records.metrics import tau
-from eval.records.schema import Turns
 from eval.runtime.engine import Engine, Timings
 from heads.core.tree import Proposal, parse_shape
 from heads.targets.frozen_target import FrozenTarget

@@ -14,7 +14,8 @@ from eval.pages.charts import head_charts
 from eval.pages.drawing import COLOURS, Chart, drawn, inline_svg, write_charts
 from eval.pages.html import DARK
 from eval.pages.training_charts import training_charts
-from eval.records.schema import Measurement, Point
+from eval.records.figures_schema import Measurement
+from eval.records.head_schema import Point
 from tests.support.curves import learning_curve
 from tests.support.measurements import measurement
 

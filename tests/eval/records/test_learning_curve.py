@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from eval.records.head_schema import Point
 from eval.records.learning_curve import fit_curve, held_out_lines, learning_line
 from eval.records.results import read_curve, read_results, write_results
-from eval.records.schema import Point, Results
+from eval.records.schema import Results
 from tests.support.curves import constant, cosine, learning_curve
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from eval.records.figures_schema import DraftUse
 from eval.records.metrics import (
     Interval,
     acceptance_by_depth,
@@ -23,7 +24,6 @@ from eval.records.metrics import (
     token_seconds,
     use_of_lookup,
 )
-from eval.records.schema import DraftUse
 from eval.runtime.request import Output
 
 

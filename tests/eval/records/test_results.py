@@ -14,8 +14,8 @@ from eval import report
 from eval.core.command_line import exit_status
 from eval.measure.figures import pieces, pooled_exactness
 from eval.pages.texts import audit_line, exact_cell
+from eval.records.figures_schema import Divergence
 from eval.records.results import as_record, read_results, write_record
-from eval.records.schema import Divergence
 from eval.records.speedup_checks import headline_index
 from eval.runtime.engine import Output
 from heads.core.errors import UserError

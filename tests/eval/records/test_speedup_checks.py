@@ -13,8 +13,9 @@ from eval.pages.charts import head_charts
 from eval.pages.html import render_page
 from eval.pages.run_report import print_report
 from eval.pages.texts import robust_text, speedup_text
+from eval.records.figures_schema import Measurement
 from eval.records.results import named_figures
-from eval.records.schema import Measurement, Results
+from eval.records.schema import Results
 from eval.records.speedup_checks import why_unreliable
 from tests.support.measurements import measurement
 

@@ -14,7 +14,8 @@ from eval.runtime.round import read_prompts
 from eval.runtime.sampling_params import Sampling
 from heads.core.errors import UserError
 from heads.core.tree import parse_shape
-from heads.targets.load import load_target, load_tokenizer
+from heads.targets.load import load_target
+from heads.targets.target_files import load_tokenizer
 from tests.eval.runtime.conftest import ScriptedHead, decode_plainly, sequences, target_of
 from tests.support.small_targets import make_drafter, make_target, open_engine, texts
 

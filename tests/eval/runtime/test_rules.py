@@ -18,7 +18,7 @@ from heads.core.errors import UserError
 from heads.core.tree import Pick, Proposal, TreeShape, parse_shape, static_shape
 from heads.kernels.gumbel import gumbel, stream, uniform
 from heads.kernels.slots import ancestors
-from heads.methods.tree_growth import grow
+from heads.parts.tree_growth import grow
 from tests.eval.runtime.conftest import target_of
 from tests.support.enumeration import Toy, chi_square, prefixes_of
 from tests.support.small_targets import make_drafter, open_engine

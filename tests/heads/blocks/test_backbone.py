@@ -28,7 +28,7 @@ from heads.blocks.lilicorr import LiLiCorr
 from heads.blocks.xpress import XPress
 from heads.core.contract import Batch
 from heads.core.tree import parse_shape
-from heads.methods.head_shape import spread_layer_ids
+from heads.parts.head_shape import spread_layer_ids
 from heads.registry import HEADS
 from heads.targets.masks import TILE
 from tests.heads.conftest import largest_tensor

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from heads.core.tree import ROOT_ONLY, Proposal, TreeShape, parse_shape, scratch_slots, static_shape
 from heads.kernels.slots import ancestors
-from heads.methods.tree_growth import grow
+from heads.parts.tree_growth import grow
 from tests.support.refusals import refused
 from tests.support.small_heads import token_paths
 

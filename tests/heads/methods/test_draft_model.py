@@ -20,7 +20,8 @@ from heads.methods.draft_model import DraftState
 from heads.registry import build_head
 from heads.saved import load_head, save_head, target_record
 from heads.targets.frozen_target import FrozenTarget
-from heads.targets.load import load_target, load_tokenizer
+from heads.targets.load import load_target
+from heads.targets.target_files import load_tokenizer
 from tests.heads.targets.test_frozen_target import make_model
 from tests.support.closeness import assert_close
 from tests.support.refusals import refused

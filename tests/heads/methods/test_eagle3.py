@@ -9,7 +9,7 @@ from torch import Tensor
 
 from heads.core.contract import Batch
 from heads.methods.eagle3 import Eagle3
-from heads.methods.initial_weights import UNSURE
+from heads.parts.initial_weights import UNSURE
 from tests.support.refusals import refused
 from tests.support.small_heads import eagle3_head, loss_agrees, probe_of, random_batch, rope, seen
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from heads.core.contract import Batch
 from heads.kernels.product import Product
-from heads.methods.family_layers import BlockMaker
-from heads.methods.initial_weights import UNSURE
 from heads.methods.mtp import Mtp
+from heads.parts.family_layers import BlockMaker
+from heads.parts.initial_weights import UNSURE
 from tests.support.native_mtp import COMMON, GLM, D
 from tests.support.small_heads import mtp_head, probe_of, random_batch, rope
 

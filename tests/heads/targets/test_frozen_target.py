@@ -14,13 +14,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from eval.measure.open_models import load_pair
 from eval.runtime.engine import Engine, EngineOptions
 from heads.core.errors import UserError
-from heads.methods.head_shape import check_aux_layer_ids, default_aux_layer_ids, shallow_aux_layer_ids
+from heads.parts.head_shape import check_aux_layer_ids, default_aux_layer_ids, shallow_aux_layer_ids
 from heads.registry import build_head
 from heads.saved import target_record
 from heads.targets.frozen_target import FrozenTarget
-from heads.targets.load import load_end_ids, load_shape, load_target
+from heads.targets.load import load_target
 from heads.targets.native_decoder import why_not_native
+from heads.targets.shape_target import load_shape
 from heads.targets.smaller_models import empty_model, keep_layers, load_smaller, model_record, own_weights
+from heads.targets.target_files import load_end_ids
 from tests.conftest import make_tiny_tokenizer
 from tests.support.closeness import assert_close
 from tests.support.native_mtp import change_config

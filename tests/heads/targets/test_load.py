@@ -19,7 +19,8 @@ from eval.measure.open_models import load_pair
 from heads.registry import build_head
 from heads.saved import save_head, target_record
 from heads.targets.hub import repo_and_revision
-from heads.targets.load import load_end_ids, load_target, load_tokenizer, unused_weights
+from heads.targets.load import load_target, unused_weights
+from heads.targets.target_files import load_end_ids, load_tokenizer
 from tests.conftest import make_tiny_tokenizer
 from tests.heads.targets.test_frozen_target import make_model
 from tests.support.native_mtp import change_config, change_weights

@@ -16,7 +16,8 @@ from eval.runtime.engine import Engine, EngineOptions, Request
 from heads.core.errors import UserError
 from heads.core.files import lock
 from heads.targets.frozen_target import FrozenTarget
-from heads.targets.load import load_target, load_tokenizer
+from heads.targets.load import load_target
+from heads.targets.target_files import load_tokenizer
 from tests.support.answering import Stub, by_engine, serving
 from tests.support.chats import reader_of, talk, write_chats
 from tests.support.faults import small_files

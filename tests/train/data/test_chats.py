@@ -12,10 +12,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from eval.data.chat_template import ChatTemplate, with_arguments
+from eval.data.chat_template import ChatTemplate
 from eval.data.conversation_forms import Chat, read_chat
 from eval.data.data_files import RecordError
 from eval.data.prompts import render
+from eval.data.template_arguments import with_arguments
 from heads.core.errors import UserError
 from tests.support.chats import bracketed, encode_chat, talk
 from train.data.chats import encode_conversations, encode_texts, encode_turn_by_turn, read_conversation

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from eval.data.chat_template import ChatTemplate
 from eval.data.conversation_forms import Chat
 from eval.data.data_files import Message
-from heads.targets.load import load_tokenizer
+from heads.targets.target_files import load_tokenizer
 from tests.support.chats import bracketed, talk
 from train.data.chats import join_texts
 from train.data.corpus import Document

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from eval.data.chat_template import ChatTemplate
 from eval.data.data_files import RecordError
-from heads.targets.load import load_tokenizer
+from heads.targets.target_files import load_tokenizer
 from train.data.chats import token_ids
 from train.data.corpus import Document
 from train.data.sources import ChatSource, TextSource

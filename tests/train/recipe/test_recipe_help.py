@@ -6,9 +6,10 @@ from typing import get_args
 import pytest
 
 from eval.data.prompts import HELD_OUT_SUITE, HUB_SUITES
-from heads.methods.losses import LOSSES
-from heads.methods.method_settings import METHODS, TITLES, Divergence
-from heads.methods.mtp import LAYOUTS
+from heads.methods.method_settings import METHODS, TITLES
+from heads.methods.mtp_names import LAYOUTS
+from heads.parts.losses import LOSSES
+from heads.parts.part_settings import Divergence
 from heads.registry import HEADS, UNTRAINED
 from train.entry import attempt
 from train.recipe.recipe import KINDS, Recipe

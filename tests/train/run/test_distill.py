@@ -13,7 +13,8 @@ from eval.runtime.reference import generate
 from heads.registry import build_head
 from heads.saved import load_head
 from heads.targets.frozen_target import FrozenTarget
-from heads.targets.load import load_target, load_tokenizer
+from heads.targets.load import load_target
+from heads.targets.target_files import load_tokenizer
 from tests.support.chats import reader_of
 from tests.support.closeness import assert_close
 from tests.support.faults import signal_at

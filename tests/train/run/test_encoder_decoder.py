@@ -10,8 +10,9 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 from eval.measure.open_models import load_pair
 from heads.core.errors import UserError
-from heads.targets.load import load_target, load_tokenizer
+from heads.targets.load import load_target
 from heads.targets.smaller_models import load_smaller
+from heads.targets.target_files import load_tokenizer
 from tests.support.chats import encode_chat, talk, write_chats
 from tests.support.runs import Settings, lines, train, train_in, write_recipe
 

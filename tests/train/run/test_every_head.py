@@ -14,8 +14,8 @@ from heads.core.errors import UserError
 from heads.formats.engine_folder import why_unfit
 from heads.registry import build_head
 from heads.saved import check_loaders, load_head
-from heads.targets.load import load_tokenizer
 from heads.targets.quantization import weight_bytes
+from heads.targets.target_files import load_tokenizer
 from tests.conftest import make_tiny_tokenizer
 from tests.support.native_mtp import write_native
 from tests.support.runs import BLOCK, Settings, lines, measured_run, same, the_error, train_in, weights, write_recipe

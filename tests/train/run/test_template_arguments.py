@@ -9,7 +9,7 @@ import pytest
 
 from eval import bench, chat
 from eval.core.command_line import exit_status, template_arguments
-from heads.targets.load import load_tokenizer
+from heads.targets.target_files import load_tokenizer
 from tests.conftest import CHAT_TEMPLATE
 from tests.support.chats import talk, write_chats
 from tests.support.runs import Settings, measured_run, the_error, write_recipe

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from eval.records.schema import TauFigures
+from eval.records.head_schema import TauFigures
 from heads.core.errors import UserError
 from heads.saved import load_head
 from tests.conftest import small_recipe

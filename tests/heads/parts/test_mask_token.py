@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from heads.methods.head_shape import unused_id
-from heads.targets.load import load_tokenizer
+from heads.parts.head_shape import unused_id
+from heads.targets.target_files import load_tokenizer
 from tests.conftest import make_tiny_tokenizer
 
 QUICKSTART = Path(__file__).resolve().parents[3] / "recipes/quickstart/target"

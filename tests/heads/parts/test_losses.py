@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads.methods.losses import LOSSES, SPAN, Distribution, draft_loss, likeliest
+from heads.parts.losses import LOSSES, SPAN, Distribution, draft_loss, likeliest
 from tests.heads.conftest import largest_tensor
 
 K, R, D, DT, V, VD = 3, 50, 6, 5, 40, 24

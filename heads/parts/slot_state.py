@@ -15,7 +15,7 @@ from heads.core.tree import TreeShape
 from heads.kernels.product import Product, ProductModule, with_products
 from heads.kernels.slots import round_up
 from heads.kernels.tree_attention import for_groups, masked_attention
-from heads.methods.rotary import CosSin
+from heads.parts.rotary import CosSin
 from heads.targets.cache import Forms, KVCache
 
 

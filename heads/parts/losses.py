@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.linalg import vecdot
 
 from heads.core.contract import HeadLoss
-from heads.methods.method_settings import LABELS
+from heads.parts.part_settings import LABELS
 
 CHUNK_BYTES = {"cpu": 2**22, "cuda": 2**28}
 """Size of one float32 (C, V) tensor. A few of them exist at a time."""

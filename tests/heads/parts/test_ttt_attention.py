@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
-from heads.methods.ttt_attention import BLOCK, by_flex, causal_attention
+from heads.parts.ttt_attention import BLOCK, by_flex, causal_attention
 from heads.targets.masks import TILE
 from tests.heads.conftest import largest_tensor
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from heads.methods.vocab import build_vocab, read_vocab, vocab_tables
+from heads.parts.vocab import build_vocab, read_vocab, vocab_tables
 from tests.support.refusals import refused
 
 

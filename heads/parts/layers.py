@@ -14,8 +14,8 @@ from torch.nn.functional import rms_norm
 from heads.core.errors import UserError
 from heads.core.strict_settings import Count, Positive
 from heads.kernels.tree_attention import Attend
-from heads.methods.method_settings import BlockSettings
-from heads.methods.rotary import CosSin, rotate
+from heads.parts.part_settings import BlockSettings
+from heads.parts.rotary import CosSin, rotate
 
 FULL, SLIDING = LAYER_TYPES = ("full_attention", "sliding_attention")
 """Types of a layer's attention, as named in transformers."""

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize, pad, rms_norm
 
-from heads.methods.layers import Attention, NormedAttention
-from heads.methods.method_settings import COPYING, RANDOM
+from heads.parts.layers import Attention, NormedAttention
+from heads.parts.part_settings import COPYING, RANDOM
 from heads.targets.families import final_norm_scale
 from heads.targets.frozen_target import FrozenTarget
 

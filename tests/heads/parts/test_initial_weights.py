@@ -12,10 +12,11 @@ from torch import Tensor
 from heads.blocks.block_attention import Blocks
 from heads.blocks.block_initial_weights import PART, bigrams
 from heads.core.contract import Batch
-from heads.methods.initial_weights import TargetProbe
+from heads.parts.initial_weights import TargetProbe
 from heads.registry import build_head
 from heads.targets.frozen_target import FrozenTarget
-from heads.targets.load import load_target, load_tokenizer
+from heads.targets.load import load_target
+from heads.targets.target_files import load_tokenizer
 from tests.support.small_heads import probe_of, random_batch
 
 ROOT = Path(__file__).parents[3]

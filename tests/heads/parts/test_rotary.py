@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from heads.methods.rotary import rotary_of
+from heads.parts.rotary import rotary_of
 
 POSITIONS = torch.tensor([[0, 4_095, 32_767, 131_071]])
 YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}

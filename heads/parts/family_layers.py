@@ -15,7 +15,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModel
 from heads.core.errors import UserError
 from heads.kernels.product import Product
 from heads.kernels.tree_attention import Attend
-from heads.methods.layers import restore_buffers
+from heads.parts.layers import restore_buffers
 from heads.targets.families import FIXED_ROTATIONS
 
 ATTENTION = "draftsmith"

@@ -12,10 +12,10 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from heads.core.errors import UserError, expect
-from heads.methods.rotary import LENGTH, check_scaling
+from heads.parts.rotary import LENGTH, check_scaling
 from heads.targets.families import layer_setting, rope_scaling, rope_theta
 from heads.targets.frozen_target import FrozenTarget
-from heads.targets.load import load_tokenizer
+from heads.targets.target_files import load_tokenizer
 
 
 def check_one_width(target: FrozenTarget, kind: str) -> None:

@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from heads.core.contract import Batch, Rows
-from heads.methods.method_settings import LABELS
+from heads.parts.part_settings import LABELS
 
 
 def teacher(
     batch: Batch, row: Tensor, label: Tensor, loss: str, vocab_size: int
 ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """Return what a loss compares labels (row and position, (R,) each) with, as `heads.methods.losses.draft_loss` takes
+    """Return what a loss compares labels (row and position, (R,) each) with, as `heads.parts.losses.draft_loss` takes
     it: inputs (R, ...) and the function from them to logits (R, V). They are the target's hidden states and output
     head, or for the loss `labels` the labels and a target that is certain of them."""
     if loss != LABELS:
