@@ -92,7 +92,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = [*([] if metric in COLUMNS else [metric]), *COLUMNS]
     for row in rows:
         row["cells"].setdefault(metric, texts.number(row["figures"].get(metric)))
-    lines = [[row["text"], *(row["cells"].get(name, "failed") for name in names)] for row in rows]
+    lines = []
+    for row in rows:
+        lines.append([row["text"], *(row["cells"].get(name, "failed") for name in names)])
     print_table(Table("", [], ["", *names], lines), Console())
     return 1 if any(row["status"] == 1 for row in rows) else max(row["status"] for row in rows)
 

@@ -145,12 +145,9 @@ def picture() -> str:
         columns = {room: column for column, room in enumerate(rooms)}
         parts += [arrow(columns[room], columns[other], y) for room, other in direct(imports)]
         y += height + 16
-    theme = {
-        name: "".join(f"--{key}:{value};" for key, value in hues.items())
-        for name, hues in (("light", LIGHT), ("dark", DARK))
-    }
+    light, dark = ("".join(map("--{}:{};".format, hues.keys(), hues.values())) for hues in (LIGHT, DARK))
     style = (
-        f":root{{{theme['light']}}}@media(prefers-color-scheme:dark){{:root{{{theme['dark']}}}}}"
+        f":root{{{light}}}@media(prefers-color-scheme:dark){{:root{{{dark}}}}}"
         "text{font-family:Helvetica,Arial,sans-serif;fill:var(--ink)}"
         ".package{font-size:17px;font-weight:bold}.purpose{font-size:13px;fill:var(--soft)}"
         ".title{font-size:13px;font-weight:bold}.note{font-size:9px;fill:var(--soft)}.file{font-size:10px}"

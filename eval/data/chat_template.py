@@ -293,7 +293,9 @@ class ChatTemplate:
         bare: list[Message] = [
             {**message, "content": ""} if "tool_calls" in message else message for message in messages
         ]
-        plain = [{key: value for key, value in message.items() if key != "tool_calls"} for message in bare]
+        plain = [dict(message) for message in bare]
+        for message in plain:
+            message.pop("tool_calls", None)
         silent = self.probe(*plain, tools=tools)
         for form in CALL_FORMS:
             formed = with_calls(bare, form, place)

@@ -88,6 +88,10 @@ def bench_heads(
             search.head = names[n]
     every = [prompt for chosen in prompts.values() for prompt in chosen]
     best = headline_index(measurements) if settings.timing and not several else 0
+    facts = []
+    for n, (path, head) in enumerate(heads.items()):
+        of_head = [m.figures for m in so_far.measured if m.head == n]
+        facts.append(head_facts(head, path, target, name=names[n] if several else "", measurements=of_head))
     results = Results(
         schema_version=1,
         target=target_facts(target),
@@ -102,16 +106,7 @@ def bench_heads(
             *settings.options(),
             *dtype_options(target),
         ],
-        heads=[
-            head_facts(
-                head,
-                path,
-                target,
-                name=names[n] if several else "",
-                measurements=[m.figures for m in so_far.measured if m.head == n],
-            )
-            for n, (path, head) in enumerate(heads.items())
-        ],
+        heads=facts,
         exact=exact,
         measurements=measurements,
         chosen=best,

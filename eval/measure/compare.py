@@ -186,7 +186,11 @@ def compare(
 
 def turn_of(record: list[dict[str, Any]] | None) -> list[tuple[list[Output], Timings]]:
     """Return the outputs and the times of each variant in a recorded turn, or nothing without a record."""
-    return [([Output(**output) for output in of["outputs"]], Timings(**of["timings"])) for of in record or ()]
+    turn = []
+    for variant in record or ():
+        outputs = [Output(**output) for output in variant["outputs"]]
+        turn.append((outputs, Timings(**variant["timings"])))
+    return turn
 
 
 def line_up(

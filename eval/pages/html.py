@@ -4,7 +4,7 @@ texts needs a script, and nothing else does."""
 import base64
 import hashlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
@@ -131,16 +131,16 @@ def render_several(measurements: Sequence[Results]) -> str:
     models = [list(part) for _, part in groupby(rows, key=lambda row: row.model)]
     names = [texts.short_name(group[0].results.target.name) for group in models]
     heading = f"{texts.plural(len({row.method for row in rows}), 'draft')} on {', '.join(names)}"
-    parts = [
-        {
+    parts = []
+    for name, group in zip(names, models, strict=True):
+        part = {
             "title": name,
             "verdicts": [(line, tone(line)) for line in verdicts_of_rows(group)] if len(models) > 1 else [],
             "serve": serve_row(group) if len(models) > 1 else None,
             "charts": training_charts({row.method: row.head.curve for row in group}),
             "tables": [comparison_table(name if len(models) == 1 else "Heads", group, with_suites=True)],
         }
-        for name, group in zip(names, models, strict=True)
-    ]
+        parts.append(part)
     audit = texts.audit_line(measurements[0])
     if several := len(measurements) > 1:
         compared = [results.exact for results in measurements if results.exact.identical is not None]
@@ -215,14 +215,14 @@ def rounds_of(decoded: Decoded, ends: Sequence[float]) -> Iterator[dict[str, Any
         pieces = list(group)
         drafted = sum(piece.drafted for piece in pieces)
         title = f"round {number}: {drafted} drafted and accepted, {len(pieces) - drafted} from the target"
+        runs = []
+        for is_drafted, run in groupby(pieces, key=lambda piece: piece.drafted):
+            runs.append({"drafted": is_drafted, "text": "".join(piece.text for piece in run)})
         yield {
             "ends": round(ends[number], 1) if ends else None,
             "tokens": len(pieces),
             "title": title if number else "first token, from the prompt's own pass",
-            "runs": [
-                {"drafted": drafted, "text": "".join(piece.text for piece in run)}
-                for drafted, run in groupby(pieces, key=lambda piece: piece.drafted)
-            ],
+            "runs": runs,
         }
 
 
@@ -289,7 +289,11 @@ def why_incomparable(models: Sequence[Sequence[Row]]) -> Iterator[str]:
         named = {row.method: row.head.model_copy(update={"name": row.method}) for row in rows}
         if (line := training_warning(list(named.values()))) is not None:
             yield line
-    if any(len({row.results.settings.prompts_hash for row in rows}) > 1 for rows in models):
+
+    def any_differ(of: Callable[[Results], str]) -> bool:
+        return any(of(row.results) != of(rows[0].results) for rows in models for row in rows)
+
+    if any_differ(lambda results: results.settings.prompts_hash):
         yield "rows were measured on different prompts: their tau does not compare"
-    if any(len({texts.device_text(row.results) for row in rows}) > 1 for rows in models):
+    if any_differ(texts.device_text):
         yield "rows were measured on different machines, dtypes or engines: their speedups do not compare"

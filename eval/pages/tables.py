@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 from eval.pages import texts
 from eval.pages.texts import BRACKETS, MISSING, NOT_RELIABLE
@@ -28,13 +29,16 @@ class Table:
     """Indices of rows in bold."""
 
     def __post_init__(self) -> None:
-        measured = [n for n in range(len(self.columns)) if n == 0 or any(row[n] != MISSING for row in self.rows)]
-        object.__setattr__(self, "columns", [self.columns[n] for n in measured])
-        object.__setattr__(self, "rows", [[row[n] for n in measured] for row in self.rows])
+        cells = [*zip(*self.rows, strict=True)] or [()] * len(self.columns)
+        measured = [n == 0 or bool({*column} - {MISSING}) for n, column in enumerate(cells)]
+        object.__setattr__(self, "columns", [*compress(self.columns, measured)])
+        object.__setattr__(self, "rows", [[*compress(row, measured)] for row in self.rows])
 
     def markdown(self) -> str:
-        rows = [[texts.as_markdown(row[0]), *(cell.replace("\n", "<br>") for cell in row[1:])] for row in self.rows]
-        return "\n".join(f"| {' | '.join(row)} |" for row in [self.columns, ["---"] * len(self.columns), *rows])
+        lines = [self.columns, ["---"] * len(self.columns)]
+        for name, *cells in self.rows:
+            lines.append([texts.as_markdown(name), *(cell.replace("\n", "<br>") for cell in cells)])
+        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def headline_table(results: Results) -> Table:
@@ -98,16 +102,11 @@ def beside_table(results: Results, others: Sequence[Results]) -> Table:
             setting = f"{m.tree}, {texts.sampling_text(m.temperature)}{point}"
             places.setdefault(setting, {}).setdefault(texts.where_text(part), (part, m))
     pairs = [pair for by_place in places.values() if len(by_place) > 1 for pair in by_place.values()]
-    rows = [
-        [
-            f"{texts.where_text(part)}: {texts.setting_text(m)}",
-            texts.tau_text(m),
-            " ".join(texts.percent(alpha, 1) for alpha in m.alpha),
-            texts.speculative_text(m),
-            short_speedup(m),
-        ]
-        for part, m in pairs
-    ]
+    rows = []
+    for part, m in pairs:
+        name = f"{texts.where_text(part)}: {texts.setting_text(m)}"
+        alphas = " ".join(texts.percent(alpha, 1) for alpha in m.alpha)
+        rows.append([name, texts.tau_text(m), alphas, texts.speculative_text(m), short_speedup(m)])
     same = "the same" if len({part.settings.prompts_hash for part, _ in pairs}) == 1 else "not the same"
     days = sorted({f"{texts.where_text(part)} on {part.measured_at[:10]}" for part, _ in pairs})
     note = f"The prompts are {same}. Measured {', '.join(days)}. {BRACKETS}"
@@ -121,7 +120,7 @@ def latency_table(results: Results) -> Table:
         if m.baseline is not None:
             times[f"plain{texts.point_of(m)}, {texts.sampling_text(m.temperature)}"] = m.baseline.token_ms
         times[texts.setting_text(m)] = m.speculative.token_ms
-    rows = [[name, *(texts.number(ms) for ms in (at.p50, at.p95, at.p99))] for name, at in times.items()]
+    rows = [[name, *map(texts.number, (at.p50, at.p95, at.p99))] for name, at in times.items()]
     note = "Milliseconds. A round's time is shared among its tokens, so rounds that accept little have slow tokens."
     return Table("Time between tokens", [note], ["", "median", "95%", "99%"], rows)
 

@@ -192,8 +192,12 @@ class Results(Part):
         """Take the one head of a results.json, and find the setting whose figures it has at the top level."""
         if not isinstance(record, dict) or not isinstance(head := record.get("head"), dict):
             return record
-        places = [[m.get(key) for key in HEADLINE] for m in record["measurements"]]
-        place = [record.get(key) for key in HEADLINE]
+
+        def place_of(figures: dict[str, Any]) -> list[Any]:
+            return [figures.get(key) for key in HEADLINE]
+
+        places = [*map(place_of, record["measurements"])]
+        place = place_of(record)
         if place not in places:
             raise ValueError("measurements: expected the setting of the figures at the top level")
         chosen, figures = places.index(place), [*record["measurements"]]

@@ -248,7 +248,11 @@ def unused_weights(unexpected: Iterable[str], num_layers: int) -> list[str]:
     """
     names = sorted(unexpected)
     modules = {match[0] for name in names if (match := MODULE.match(name)) and int(match[2]) >= num_layers}
-    prediction = {module for module in modules if any(f"{module}{part}" in names for part in PREDICTION)}
+
+    def is_prediction(module: str) -> bool:
+        return any(f"{module}{part}" in names for part in PREDICTION)
+
+    prediction = set(filter(is_prediction, modules))
     return [
         name
         for name in names

@@ -55,7 +55,8 @@ def check_tokenizers(path: str, target: FrozenTarget) -> None:
         ),
         load_tokenizer(path, trust_remote_code=trusted),
     )
-    ours, theirs = ({number: token for token, number in each.get_vocab().items()} for each in tokenizers)
+    vocabularies = [each.get_vocab() for each in tokenizers]
+    ours, theirs = (dict(zip(each.values(), each.keys(), strict=True)) for each in vocabularies)
     added = [each.added_tokens_decoder.keys() for each in tokenizers]
     alone = {number for number in ours.keys() - theirs.keys() if number in added[0]}
     alone |= {number for number in theirs.keys() - ours.keys() if number in added[1]}

@@ -237,9 +237,9 @@ def corpus_of_rows(rows: "Dataset") -> Corpus:
     from pyarrow import compute
 
     table = rows.data
-    lists = [table.column(name).chunks for name in ("ids", "labels")]
-    flat = [[chunk.flatten().to_numpy() for chunk in chunks] for chunks in lists]
-    parts = [(tokens, labels.view(np.bool_)) for tokens, labels in zip(*flat, strict=True) if len(tokens)]
+    ids = [chunk.flatten().to_numpy() for chunk in table.column("ids").chunks]
+    labels = [chunk.flatten().to_numpy().view(np.bool_) for chunk in table.column("labels").chunks]
+    parts = [pair for pair in zip(ids, labels, strict=True) if len(pair[0])]
     lengths = compute.list_value_length(table.column("ids")).to_numpy().astype(np.int64)
     ends_record = table.column("ends_record").to_numpy()
 

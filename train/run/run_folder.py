@@ -132,12 +132,14 @@ class RunFolder:
         except UserError as error:
             raise UserError(f"{error}; name another output_dir") from None
         record = with_absolute_paths(record)
+
+        def is_free(key: tuple[str, ...]) -> bool:
+            return any(key[: len(free)] == free for free in FREE_SETTINGS)
+
         changed = [
             (key, was, now)
             for key, was, now in differences(old, record)
-            if not any(key[: len(free)] == free for free in FREE_SETTINGS)
-            and not (key in REPORT_SAMPLING and None in (was, now))
-            and not _is_same_place(was, now)
+            if not is_free(key) and not (key in REPORT_SAMPLING and None in (was, now)) and not _is_same_place(was, now)
         ]
         if not changed or not any(self.checkpoints.glob("step-*")):
             return
