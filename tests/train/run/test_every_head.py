@@ -64,7 +64,7 @@ REFUSED: list[tuple[str, str, str]] = [
     ("dflash", "head.mask_token_id=71", "head.mask_token_id: the data has the token 71, 'b'"),
     ("dflash", "head.block_size=60", "data.context_length: 48 tokens cannot hold a root and a draft of 59"),
     ("dflash", "eval.tree=chain:4", "tree chain:4: 4 levels, the head drafts 3 in a block of 4; ask for"),
-    ("dflash", "eval.report.trees=[chain:4]", "tree chain:4: 4 levels, the head drafts 3 in a block"),
+    ("dflash", "eval.report.tree=[chain:4]", "tree chain:4: 4 levels, the head drafts 3 in a block"),
     ("medusa", "head.tree_nodes=0", "grow no static tree"),
     ("medusa", "eval.temperature=1 & eval.rule=block & eval.tree=static:2.1", "rule block judges chains, not the tree"),
     ("medusa", "eval.temperature=1 & eval.rule=ratio", "rule ratio: the tree 'head' is grown from ranks"),
