@@ -65,7 +65,7 @@ TRAIN = (
     "train.max_steps=2 train.warmup_steps=1 train.checkpoint_every=2 data.sources.0.limit=20 "
     "data.context_length=96 eval.num_prompts=2 eval.max_prompt_tokens=32 eval.max_new_tokens=4 eval.tree=chain:2 "
     "eval.report.num_prompts=2 eval.report.max_new_tokens=4 eval.report.repeats=1 eval.report.temperature=[0] "
-    "eval.report.trees=[chain:2]"
+    "eval.report.tree=[chain:2]"
 )
 ANSWERS = "data.regenerate.prompts=4 data.regenerate.prompt_tokens=16 data.regenerate.new_tokens=4"
 MEASURE = "--num-prompts 2 --max-prompt-tokens 32 --max-new-tokens 7 --repeats 1"
@@ -279,7 +279,7 @@ def test_a_recipe_trains_another_model_on_other_data(
     (tmp_path / "chats.jsonl").write_text("\n".join(lines[:chats]))
     (tmp_path / "held-out.jsonl").write_text(example)
     sizes = "data.context_length=192 train.batch_size=8 train.tokens_per_step=1536 data.regenerate.new_tokens=8"
-    sizes += " eval.max_new_tokens=8 eval.report.max_new_tokens=8 eval.report.repeats=1 eval.report.trees=[chain:2]"
+    sizes += " eval.max_new_tokens=8 eval.report.max_new_tokens=8 eval.report.repeats=1 eval.report.tree=[chain:2]"
     monkeypatch.chdir(tmp_path)
     words = [str(ROOT / recipe), *overrides, *sizes.split()]
     forget_accelerator()  # other tests' precision
