@@ -6,6 +6,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, T5ForConditionalGeneration
 
 from eval.runtime.engine import Engine, EngineOptions, Output
+from heads.blocks.block_heads import BLOCK_HEADS
 from heads.core.contract import split_draft
 from heads.core.tree import ROOT_ONLY, TreeShape, parse_shape
 from heads.methods.two_drafts import LookupFirst
@@ -87,12 +88,26 @@ OTHER_HYBRIDS: dict[str, dict[str, Any]] = {
         mamba_d_state=16, mamba_headdim=8, mamba_ngroups=2, chunk_size=16, use_mem_rope=True, time_step_min=1e-9,
     ),
 }  # fmt: skip
-DRAFTERS: dict[str, dict[str, Any]] = {
+SMALL_HEADS: dict[str, dict[str, Any]] = {
     "eagle3": {"aux_layer_ids": [0, 1, 2], "depth": 3},
-    "medusa": {"depth": 3},
     "mtp": {"depth": 3},
+    "medusa": {"depth": 3},
+    "dflash": {},
+    "dflash2": {"selector_rank": 8},
+    "dspark": {"markov_rank": 8},
+    "lilicorr": {"lilicorr_hidden_size": 16, "lilicorr_num_heads": 2, "lilicorr_factor_dim": 8},
+    "xpress": {"xpress_rank": 16, "xpress_mlp_hidden": 64, "xpress_topc": 16},
+    "domino": {"gru_hidden_dim": 8, "emb_dim": 8},
     "draft": {"layers": [0, 1]},
 }
+"""What keeps a head of each kind small."""
+
+
+def small_heads(block: dict[str, Any], **others: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return settings of a small head of each kind. `block`: further ones of those that draft a block. `others`: of
+    other kinds."""
+    more = dict.fromkeys(BLOCK_HEADS, block) | others
+    return {kind: small | more.get(kind, {}) for kind, small in SMALL_HEADS.items()}
 
 
 def make_target(family: str, dtype: torch.dtype, device: torch.device = CPU, **changes: Any) -> FrozenTarget:
@@ -136,8 +151,8 @@ def with_plain_experts(model: Any) -> Any:
 
 
 def make_drafter(name: str, target: FrozenTarget, **settings: Any) -> Any:
-    """Return a random head of the kind `name`, with `settings` or those of DRAFTERS. A name such as `lookup:3` gives a
-    drafter without training, `lookup:3+eagle3` both in one, and `none` gives None."""
+    """Return a random head of the kind `name`, with `settings` or those of SMALL_HEADS. A name such as `lookup:3` gives
+    a drafter without training, `lookup:3+eagle3` both in one, and `none` gives None."""
     if name == "none":
         return None
     match, name = split_draft(name)
@@ -148,7 +163,7 @@ def make_drafter(name: str, target: FrozenTarget, **settings: Any) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         counts = torch.ones(target.vocab_size, dtype=torch.int64)
-        return build_head(name, settings or DRAFTERS[name], target, counts).to(target.dtype)
+        return build_head(name, settings or SMALL_HEADS[name], target, counts).to(target.dtype)
 
 
 def texts(outputs: list[Output]) -> list[list[int]]:

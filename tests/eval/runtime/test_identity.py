@@ -24,8 +24,10 @@ from tests.support.small_targets import (
     FAMILIES,
     HYBRIDS,
     OTHER_HYBRIDS,
+    SMALL_HEADS,
     make_drafter,
     open_engine,
+    small_heads,
     texts,
     with_plain_experts,
 )
@@ -33,23 +35,16 @@ from tests.support.small_targets import (
 SLOW = pytest.mark.slow
 RECURRENT = {*HYBRIDS, *OTHER_HYBRIDS}
 BLOCK: dict[str, Any] = {"num_layers": 1, "block_size": 5, "mask_token_id": 3, "aux_layer_ids": [1, 2]}
+DEEP = small_heads(BLOCK, **{kind: SMALL_HEADS[kind] | {"depth": 4} for kind in ("eagle3", "mtp", "medusa")})
 HEADS: dict[str, dict[str, Any]] = {
     "random": {},
     "lookup:3": {},
-    "lookup:1+eagle3": {"aux_layer_ids": [0, 1, 2], "depth": 4},
+    "lookup:1+eagle3": DEEP["eagle3"],
     "lookup:1+the target": {},
     "early_exit:1": {},
     "the target": {},
     "the target, cut": {},
-    "eagle3": {"aux_layer_ids": [0, 1, 2], "depth": 4},
-    "mtp": {"depth": 4},
-    "medusa": {"depth": 4},
-    "dflash": BLOCK,
-    "dflash2": BLOCK | {"selector_rank": 4},
-    "dspark": BLOCK | {"markov_rank": 4},
-    "lilicorr": BLOCK | {"lilicorr_num_heads": 2, "lilicorr_factor_dim": 8},
-    "xpress": BLOCK | {"xpress_rank": 4, "xpress_mlp_hidden": 8, "xpress_topc": 16},
-    "domino": BLOCK | {"gru_hidden_dim": 8, "emb_dim": 4},
+    **{kind: settings for kind, settings in DEEP.items() if kind != "draft"},
 }
 COPIES = ("the target", "the target, cut", "lookup:1+the target")
 POSITIONS = 24

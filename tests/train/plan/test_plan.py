@@ -18,6 +18,7 @@ from heads.core.contract import Rows
 from heads.targets.load import load_target
 from tests.support.measurements import measurement, results_of
 from tests.support.runs import BLOCK, Settings, forget_accelerator, the_error, write_recipe
+from tests.support.small_targets import small_heads
 from train.entry import attempt
 from train.features.feature_source import make_batch
 from train.plan.memory_and_flops import COPIES, STATE, Launch, Plan
@@ -136,19 +137,7 @@ def test_processes_hold_their_shares(sharing: str, share: int, extra: int, eagle
     assert plan.step_tokens == 8 * alone.step_tokens and 8 * hours(plan, 1, 1e9) == pytest.approx(hours(alone, 1, 1e9))
 
 
-HEADS_OF: dict[str, dict[str, Any]] = {
-    "eagle3": {"depth": 3},
-    "mtp": {"depth": 2},
-    "medusa": {"depth": 2, "tree_nodes": 0},
-    "dflash": BLOCK,
-    "dflash2": BLOCK | {"selector_rank": 8},
-    "dspark": BLOCK | {"markov_rank": 8},
-    "lilicorr": BLOCK | {"lilicorr_hidden_size": 64, "lilicorr_factor_dim": 32},
-    "xpress": BLOCK | {"xpress_rank": 16, "xpress_mlp_hidden": 64},
-    "domino": BLOCK | {"gru_hidden_dim": 64, "emb_dim": 16},
-    "draft": {"layers": [0, 1]},
-}
-
+HEADS_OF = small_heads(BLOCK, medusa={"tree_nodes": 0})
 INT8 = "target.quantize=int8"
 
 

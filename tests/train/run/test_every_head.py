@@ -12,6 +12,7 @@ from eval.bench import parse_arguments
 from eval.measure.open_models import open_target_of
 from heads.core.errors import UserError
 from heads.formats.engine_folder import why_unfit
+from heads.methods.method_settings import METHODS
 from heads.registry import build_head
 from heads.saved import check_loaders, load_head
 from heads.targets.quantization import weight_bytes
@@ -19,21 +20,19 @@ from heads.targets.target_files import load_tokenizer
 from tests.conftest import make_tiny_tokenizer
 from tests.support.native_mtp import write_native
 from tests.support.runs import BLOCK, Settings, lines, measured_run, same, the_error, train_in, weights, write_recipe
-from tests.support.small_targets import make_hybrid
+from tests.support.small_targets import make_hybrid, small_heads
 from train.entry import attempt
 
-HEADS: dict[str, dict[str, Any]] = {
-    "eagle": {"kind": "eagle3", "depth": 2, "intermediate_size": 32},
-    "mtp": {"kind": "mtp", "depth": 2, "intermediate_size": 32, "draft_vocab_size": 100},
-    "medusa": {"kind": "medusa", "depth": 3, "tree_nodes": 8, "draft_vocab_size": 64},
-    "dflash": BLOCK | {"kind": "dflash", "weights": "d_pace"},
-    "dflash2": BLOCK | {"kind": "dflash2", "selector_rank": 8},
-    "dspark": BLOCK | {"kind": "dspark", "markov_rank": 8},
-    "lilicorr": BLOCK | {"kind": "lilicorr", "lilicorr_hidden_size": 16, "lilicorr_factor_dim": 8},
-    "xpress": BLOCK | {"kind": "xpress", "xpress_rank": 16, "xpress_mlp_hidden": 64},
-    "domino": BLOCK | {"kind": "domino", "gru_hidden_dim": 8, "emb_dim": 8},
-    "distill": {"kind": "draft", "layers": [0, 7]},
-}
+NARROW: dict[str, Any] = {"depth": 2, "intermediate_size": 32}
+KINDS_OF = small_heads(
+    BLOCK,
+    eagle3=NARROW,
+    mtp=NARROW | {"draft_vocab_size": 100},
+    medusa={"tree_nodes": 8, "draft_vocab_size": 64},
+    draft={"layers": [0, 7]},
+)
+HEADS = {METHODS[kind].entry: {"kind": kind, **settings} for kind, settings in KINDS_OF.items()}
+HEADS["dflash"]["weights"] = "d_pace"
 
 
 def of_kind(settings: Settings, entry: str) -> Settings:

@@ -12,21 +12,18 @@ from heads.core.tree import parse_shape
 from heads.registry import HEADS, build_head
 from heads.targets.frozen_target import FrozenTarget
 from heads.targets.load import load_target
+from tests.support.small_targets import small_heads
 from train.data.packing import text_rows
 from train.features.feature_source import make_batch
 from train.run.tau_measurement import accepted_lengths, answer_batches, answer_spans, emitted_by_round, known_text_tau
 
-BLOCK: dict[str, object] = {"num_layers": 2, "block_size": 5}
-SETTINGS: dict[str, dict[str, object]] = {
-    "eagle3": {"aux_layer_ids": [1, 4, 7], "norm_output": True},
-    "draft": {"layers": [0, 1, 2, 3, 4, 5, 6]},
-    "dflash": BLOCK,
-    "dflash2": BLOCK,
-    "dspark": BLOCK,
-    "lilicorr": BLOCK | {"lilicorr_factor_dim": 16},
-    "xpress": BLOCK | {"xpress_rank": 16},
-    "domino": BLOCK | {"gru_hidden_dim": 16},
-}
+BLOCK: dict[str, Any] = {"num_layers": 2, "block_size": 5}
+SETTINGS = small_heads(
+    BLOCK,
+    eagle3={"aux_layer_ids": [1, 4, 7], "norm_output": True, "depth": 7},
+    medusa={"depth": 5},
+    draft={"layers": [0, 1, 2, 3, 4, 5, 6]},
+)
 
 
 @pytest.fixture(scope="module")
@@ -45,11 +42,11 @@ CASES: list[tuple[str, dict[str, object]]] = [
 def test_the_estimate_is_what_the_runtime_accepts(kind: str, changes: dict[str, object], target: FrozenTarget) -> None:
     """Round by round, for a head that is right now and then."""
     torch.manual_seed(0)
-    head = build_head(kind, SETTINGS.get(kind, {}) | changes, target, torch.ones(target.vocab_size)).double()
+    head = build_head(kind, SETTINGS[kind] | changes, target, torch.ones(target.vocab_size)).double()
     prompts = [torch.randint(6, 128, (n,)).tolist() for n in (3, 11, 6)]
     depth = 4
     requests = [Request(prompt, max_new_tokens=20 + n) for n, prompt in enumerate(prompts)]
-    if "block_size" in SETTINGS.get(kind, {}):  # which begin with no guess at all
+    if "block_size" in SETTINGS[kind]:  # which begin with no guess at all
         plain = Engine(target, None, EngineOptions(batch_size=2, max_length=64)).generate(requests)
         learn(head, target, [[*prompt, *output.tokens] for prompt, output in zip(prompts, plain, strict=True)])
     engine = Engine(target, head, EngineOptions(shape=parse_shape(f"chain:{depth}"), batch_size=2, max_length=64))
