@@ -1,7 +1,7 @@
 """The engines that load heads, and what they read wrongly of a head's config.json."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 VLLM = "vLLM 0.33.0"
 SGLANG = "SGLang 0.5.23"
@@ -15,6 +15,8 @@ LOCAL_ENGINES = (LLAMACPP, OPENVINO, MLX)
 ALL_ENGINES = (*ENGINES, *LOCAL_ENGINES)
 READERS = {"vllm": VLLM, "sglang": SGLANG, "llama.cpp": LLAMACPP, "openvino": OPENVINO, "mlx": MLX}
 """Engines by their names in options and settings."""
+Served = Literal["vllm", "sglang", "llama.cpp", "openvino"]
+"""Names of the engines that a head may be trained for."""
 
 
 def window_option(window: int) -> str:

@@ -11,13 +11,13 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from eval.core.command_line import print_line
 from eval.data.data_files import read_records
 from eval.data.prompts import split_prompts
 from eval.records.result_folders import plain_name, short_name
-from heads.core.engines import READERS
+from heads.core.engines import READERS, Served
 from heads.core.errors import UserError
 from heads.core.files import check_folder, is_file, write_text
 from heads.methods.method_settings import METHODS, DraftBlockSettings
@@ -44,8 +44,6 @@ SMALL_VOCABULARY = 6144
 SHAPED = {"init_from", "path", "layers", "fresh"}
 """Settings of a head that give it a shape, so that none is derived."""
 DATA_ENDING = r"(\.jsonl?|\.parquet)?(\.gz)?$"
-SERVED = ("vllm", "sglang", "llama.cpp", "openvino")
-"""Engines that heads may be for (`head.serve`)."""
 ADAMW_RATE = 1 / 3
 """Best rate of AdamW alone as a share of Muon's: 2e-3 of 6e-3 on the quickstart's target, 1e-3 of 3e-3 on SmolLM2-135M
 (eval/results/LAB.md)."""
@@ -348,7 +346,7 @@ def served_form(head: Any, config: Any) -> dict[str, Any]:
     if head.kind != "eagle3":
         return {}
     (target,) = getattr(config, "architectures", None) or [""]
-    served = [name for name in SERVED if target in EAGLE3_READERS[READERS[name]].targets]
+    served = [name for name in get_args(Served) if target in EAGLE3_READERS[READERS[name]].targets]
     serve = list(head.serve or served)
     norms = all({"fc_norm", "norm_output"} <= EAGLE3_READERS[READERS[name]].options for name in serve)
     form = "with fc_norm and norm_output" if norms else "plain"

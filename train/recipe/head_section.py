@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
 from pydantic import Field, create_model
 
+from heads.core.engines import Served
 from heads.core.errors import UserError
 from heads.core.strict_settings import Place, Settings
 from heads.methods.method_settings import METHODS
@@ -22,7 +23,7 @@ class HeadSection(Settings):
     """A head to start from: a run, a folder or a Hub id, ours or another project's. Its weights, shape and layers are
     taken; the settings of the training stay the recipe's. Heads that draft blocks may start from each other. Null: a
     new head."""
-    serve: Annotated[tuple[Literal["vllm", "sglang", "llama.cpp", "openvino"], ...], Field(min_length=1)] | None = None
+    serve: Annotated[tuple[Served, ...], Field(min_length=1)] | None = None
     """Engines that the head is for: `vllm`, `sglang`, `llama.cpp` and `openvino`. A head that one of them would not
     serve is refused before anything is computed. A derived recipe names all that serve EAGLE-3 heads of the target, and
     gives the head `fc_norm` and `norm_output` only if all of them read these. Null: any."""
