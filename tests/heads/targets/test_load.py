@@ -242,7 +242,7 @@ def test_a_gguf_file_holds_weights_and_tokenizer(
     ours, theirs = (each("return the line", add_special_tokens=False).input_ids for each in tokenizers)
     assert ours == theirs and tokenizers[0].decode(ours) == "return the line"
     assert "found no other.gguf" in refused(load_target, str(tmp_path), gguf_file="other.gguf")
-    monkeypatch.setattr("heads.targets.load.find_spec", lambda name: None)
+    monkeypatch.setattr("heads.targets.target_files.find_spec", lambda name: None)
     assert "pip install -e '.[gguf]'" in refused(load_target, str(tmp_path), gguf_file="tiny.gguf")
 
 
@@ -253,9 +253,9 @@ def test_a_generation_config_that_cannot_be_fetched_is_not_an_absent_one(
         raise OSError("no route to the hub") from LocalEntryNotFoundError("generation_config.json")
 
     arguments = str(tiny_target_dir), load_tokenizer(str(tiny_target_dir))
-    monkeypatch.setattr("heads.targets.load.cached_file", cached_file)
+    monkeypatch.setattr("heads.targets.target_files.cached_file", cached_file)
     for offline in (False, True):
-        monkeypatch.setattr("heads.targets.load.is_offline_mode", lambda offline=offline: offline)
+        monkeypatch.setattr("heads.targets.target_files.is_offline_mode", lambda offline=offline: offline)
         if offline:
             assert load_end_ids(*arguments)
         else:
