@@ -29,6 +29,8 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from eval.core.command_line import (
     OFF,
     Parser,

@@ -20,6 +20,8 @@ from typing import Annotated
 
 from pydantic import AfterValidator
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from eval.core.command_line import Parser, add_head_options, check_depths, exit_status, typed
 from eval.data.prompts import HELD_OUT_SUITE, check_suites
 from eval.records.measure_settings import BenchSettings, add_settings_options

@@ -18,6 +18,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from eval.core.command_line import Parser, exit_status
 from eval.records.result_folders import RESULTS, folders_of, newest_results
 from eval.records.results import COMPARED, read_log, read_results

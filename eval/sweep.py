@@ -20,6 +20,8 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, Field, ValidationError
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from eval import bench
 from eval.core.command_line import Parser, add_wandb_option, exit_status, print_line, typed
 from eval.pages import texts

@@ -19,6 +19,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from eval.core.command_line import Parser, add_head_options, exit_status, typed
 from eval.data.prompts import prompts_hash
 from eval.records.measure_settings import add_prompt_options, to_settings

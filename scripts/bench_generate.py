@@ -10,7 +10,10 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from eval.core.command_line import Parser, add_target_options, exit_status, place, print_line, typed
 from eval.data.prompts import prompts_hash

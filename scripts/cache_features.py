@@ -5,7 +5,11 @@ The recipe has `features: {kind: cache, folder: FOLDER}`. Training with the same
 longer needs the target's decoder layers. An interrupted run continues where it stopped.
 """
 
+import sys
 from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from eval.core.command_line import asks_usage
 from heads.core.errors import UserError

@@ -25,6 +25,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from eval.core.command_line import Parser, add_head_options, exit_status, typed
 from eval.data.prompts import check_suites
 from eval.records.measure_settings import add_prompt_options, to_settings

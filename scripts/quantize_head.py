@@ -10,6 +10,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from eval.core.command_line import Parser, exit_status, place
 from heads.core.files import check_folder
 

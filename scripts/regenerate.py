@@ -5,7 +5,11 @@ kept with the tokenised data, so that no later run generates them again for the 
 resumes where it stopped.
 """
 
+import sys
 from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from eval.core.command_line import asks_usage
 from heads.core.errors import UserError

@@ -21,6 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from eval.core.command_line import Parser, exit_status, typed
 from heads.core.errors import UserError, expect, first_line
 from heads.core.strict_settings import Count

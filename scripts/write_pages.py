@@ -11,10 +11,13 @@ dot: eagle3.json, eagle3.ratio.json, eagle3-large.json.
 
 import json
 import re
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from eval.core.command_line import Parser
 from eval.data.prompts import suite_name

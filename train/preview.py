@@ -6,6 +6,9 @@ document with the labels in brackets. A run of the recipe reuses the tokenised d
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from eval.core.command_line import asks_usage, exit_status
 from train.recipe.recipe import Recipe

@@ -35,10 +35,9 @@ from eval.records.figures_schema import (
 from eval.records.metrics import round_seconds
 from eval.records.schema import Decoded, Piece, Sample
 from eval.records.speedup_checks import why_unreliable
-from eval.runtime.distribution import RowSampling
 from eval.runtime.engine import PHASES, Output
-from eval.runtime.near_ties import check_near_tie, first_difference
-from eval.runtime.request import Detokenizer, Request
+from eval.runtime.near_ties import Text, check_near_ties, first_difference, own_states, target_sampling
+from eval.runtime.request import Detokenizer
 from heads.kernels.gumbel import gumbel
 from heads.methods.two_drafts import LookupFirst
 from heads.targets.frozen_target import FrozenTarget
@@ -87,17 +86,18 @@ def find_differences(comparison: Comparison, variant: Variant, tokenizer: PreTra
     decoded again plainly at the width of the rounds, and marked `near_tie` if rounding alone explains every text of it
     (`eval.runtime.near_ties`)."""
     divergences = find_divergences(comparison, variant, tokenizer)
-    if not divergences:
-        return []
     plain = comparison.plain.outputs[0]
     by_id = {(prompt.suite, prompt.id): i for i, prompt in enumerate(comparison.prompts)}
+    judged = []
     for divergence in divergences:
         i = by_id[divergence.suite, divergence.prompt]
         texts = {tuple(outputs[i].tokens) for outputs in variant.outputs} - {tuple(plain[i].tokens)}
-        given = variant.engine, comparison.plain.engine, comparison.requests[i], plain[i].tokens
-        checks = [check_near_tie(*given, text) for text in sorted(texts)]
-        divergence.near_tie = all(check.is_near_tie for check in checks)
-        divergence.flips = [Flip(**vars(mismatch)) for check in checks for mismatch in check.mismatches]
+        judged += [(divergence, (comparison.requests[i], plain[i].tokens, text)) for text in sorted(texts)]
+        divergence.near_tie = True
+    checks = check_near_ties(variant.engine, [given for _, given in judged])
+    for (divergence, _), check in zip(judged, checks, strict=True):
+        divergence.near_tie &= check.is_near_tie
+        divergence.flips += [Flip(**vars(mismatch)) for mismatch in check.mismatches]
     return divergences
 
 
@@ -119,32 +119,37 @@ def find_divergences(
     """Return the places where a variant's tokens, in any repeat, differ from those of `reference` in its first repeat:
     at most one per prompt. Default reference: plain decoding. If the variant is `comparison.plain`, the function checks
     that plain decoding repeats its own tokens."""
-    divergences = []
     first = reference or comparison.plain
-    for i, prompt in enumerate(comparison.prompts):
-        expected, request = first.outputs[0][i].tokens, comparison.requests[i]
+    places = []
+    for i in range(len(comparison.prompts)):
+        expected = first.outputs[0][i].tokens
         for repeat, outputs in enumerate(variant.outputs):
             position = first_difference(expected, outputs[i].tokens)
-            if position is None:
-                continue
-            plain, here = (token_at(position, tokens, tokenizer) for tokens in (expected, outputs[i].tokens))
-            divergences.append(
-                Divergence(
-                    suite=prompt.suite,
-                    prompt=prompt.id,
-                    tree=str(variant.shape),
-                    against="plain" if first is comparison.plain else "itself",
-                    temperature=request.sampling.temperature,
-                    repeat=repeat,
-                    position=position,
-                    plain_token=plain[0],
-                    token=here[0],
-                    plain_text=plain[1],
-                    text=here[1],
-                    top_two_margin=top_two_margin(variant.engine.target, request, expected[:position]),
-                )
+            if position is not None:
+                places.append((i, repeat, position))
+                break
+    beginnings = [(comparison.requests[i], first.outputs[0][i].tokens[:position]) for i, _, position in places]
+    margins = top_two_margins(variant.engine.target, beginnings)
+    divergences = []
+    for (i, repeat, position), margin in zip(places, margins, strict=True):
+        texts = first.outputs[0][i].tokens, variant.outputs[repeat][i].tokens
+        plain, here = (token_at(position, tokens, tokenizer) for tokens in texts)
+        divergences.append(
+            Divergence(
+                suite=comparison.prompts[i].suite,
+                prompt=comparison.prompts[i].id,
+                tree=str(variant.shape),
+                against="plain" if first is comparison.plain else "itself",
+                temperature=comparison.requests[i].sampling.temperature,
+                repeat=repeat,
+                position=position,
+                plain_token=plain[0],
+                token=here[0],
+                plain_text=plain[1],
+                text=here[1],
+                top_two_margin=margin,
             )
-            break
+        )
     return divergences
 
 
@@ -158,24 +163,25 @@ def token_at(
 
 
 @torch.no_grad()
-def top_two_margin(target: FrozenTarget, request: Request, tokens: Sequence[int]) -> float:
-    """Return the margin of the token after the first `tokens` of an output: the difference between the two highest
-    scores. At temperature 0 the scores are log-probabilities, after penalties, else log-probabilities of the sampling
-    settings plus the position's noise."""
-    device, ids = target.device, [*request.prompt, *tokens]
-    hidden = target.alone(torch.tensor([ids], device=device))
-    logits = target.shared.lm_head(hidden[:, -1:])  # (1, 1, V)
-    rows = RowSampling(1, device, target.vocab_size, target.start_token)
-    rows.set_row(0, request.sampling, request.prompt)
-    counts = torch.tensor(tokens, dtype=torch.int64, device=device).bincount(minlength=target.vocab_size)
-    given = logits, counts[None, None] if rows.penalised else None
-    if request.sampling.temperature == 0:
-        scores = rows.penalise(*given).log_softmax(dim=-1)
-    else:
-        position, token_ids = torch.full((1, 1), len(ids), device=device), torch.arange(len(counts), device=device)
-        scores = rows.log_distribution(*given) + gumbel(rows.seed, position, token_ids)
-    best = scores.flatten().topk(2).values
-    return float(best[0] - best[1])
+def top_two_margins(target: FrozenTarget, given: Sequence[Text]) -> list[float]:
+    """Return the margins of the tokens that follow the beginnings of outputs, `texts`: the differences between the two
+    highest scores. At temperature 0 the scores are log-probabilities, after penalties, else log-probabilities of the
+    sampling settings plus the position's noise."""
+    margins = []
+    for (request, text), hidden in zip(given, own_states(target, given), strict=True):
+        logits = target.shared.lm_head(hidden[None, -1:])  # (1, 1, V)
+        rows = target_sampling(target, request)
+        ids = torch.tensor(text, dtype=torch.int64, device=target.device)
+        counts = ids.bincount(minlength=target.vocab_size)[None, None] if rows.penalised else None
+        if request.sampling.temperature == 0:
+            scores = rows.penalise(logits, counts).log_softmax(dim=-1)
+        else:
+            position = torch.full((1, 1), len(request.prompt) + len(text), device=target.device)
+            noise = gumbel(rows.seed, position, torch.arange(logits.shape[-1], device=target.device))
+            scores = rows.log_distribution(logits, counts) + noise
+        best = scores.flatten().topk(2).values
+        margins.append(float(best[0] - best[1]))
+    return margins
 
 
 def figures(

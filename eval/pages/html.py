@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup, escape
 
 from eval.pages import texts
 from eval.pages.drawing import COLOURS, Chart, inline_svg
@@ -176,10 +177,16 @@ def render(**values: Any) -> str:
         "svg": inline_svg,
         "sentence": texts.sentence,
         "number": texts.number,
+        "intervals": intervals,
         "sha256": sha256,
     }
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
     return template.render({**dict.fromkeys(OPTIONAL, ()), "light": COLOURS, "dark": DARK, **values})
+
+
+def intervals(cell: str) -> Markup:
+    """Return a cell of a table, with its intervals apart, which go below their figures where a page is narrow."""
+    return Markup(re.sub(r" (\[[\d., -]+\])", r" <span>\1</span>", str(escape(cell))))
 
 
 def sha256(script: str) -> str:

@@ -7,11 +7,13 @@ State of row b: its first length[b] tokens are in the target's cache. The root i
 the cache). Node j is in slot length + j at position length + depth_j. The token chosen after it has position length
 + depth_j + 1.
 
-A prompt is read one row at a time, so that the result of a request cannot depend on the other rows. The head works on
-a whole batch, so it reads the chunks of all new rows together.
+Prompts are read in passes whose shape depends on the length of a prompt alone, so that the result of a request cannot
+depend on the other rows: on a GPU several rows at a time, as many as make CHUNK tokens, whether they have a prompt or
+not; on a CPU one row at a time, where a row without a prompt would cost as much as one with it. The head works on a
+whole batch, so it reads the chunks of all new rows together.
 
-Letters: B rows, N nodes, M = depth + 1 tokens a round can emit, or the longest chunk of a step, C tokens of a prompt's
-chunk, D hidden, V vocabulary.
+Letters: B rows, R rows of a prefill pass, N nodes, M = depth + 1 tokens a round can emit, or the longest chunk of a
+step, C tokens of a prompt's chunk, D hidden, V vocabulary.
 """
 
 from dataclasses import dataclass
@@ -32,7 +34,7 @@ from heads.targets.encoder_decoder import EncoderDecoder
 from heads.targets.frozen_target import Features
 
 CHUNK = 256
-"""Maximum number of prompt tokens in one prefill step."""
+"""Maximum number of prompt tokens in one prefill pass."""
 
 
 @dataclass(frozen=True)
@@ -120,30 +122,61 @@ def read_prompts(decoder: Decoder, new_requests: dict[int, Request]) -> None:
         is_new = [row in new_requests for row in range(len(decoder.state.done))]
         decoder.head.reset_rows(decoder.head_state, torch.tensor(is_new, device=decoder.state.done.device))
     start = 0
-    while rows := [row for row, request in new_requests.items() if len(request.prompt) > start]:
-        features = {}
-        spans = {}
-        for row in rows:
-            features[row], spans[row] = read_chunk(decoder, row, new_requests[row], start)
+    while sizes := {
+        row: chunk_size(decoder.target, len(request.prompt) - start)
+        for row, request in new_requests.items()
+        if len(request.prompt) > start
+    }:
+        features: dict[int, Features] = {}
+        spans: dict[int, Tensor] = {}
+        for C in sorted(set(sizes.values())):
+            R = rows_of_pass(decoder.target, C)
+            for first in range(0, len(decoder.state.done), R):
+                reading = {row: new_requests[row] for row in range(first, first + R) if sizes.get(row) == C}
+                if reading:
+                    read_chunks(decoder, (first, R, C), reading, start, features, spans)
         if decoder.head is not None:
             extend(decoder, features, spans, start)
         start += max(len(span) - 1 for span in spans.values())
 
 
-def read_chunk(decoder: Decoder, row: int, request: Request, start: int) -> tuple[Features, Tensor]:
-    """Read one row's next chunk. Return its features (1, C, ..), and the tokens of the chunk with the token after
-    it."""
+def read_chunks(
+    decoder: Decoder,
+    shape: tuple[int, int, int],
+    reading: dict[int, Request],
+    start: int,
+    features: dict[int, Features],
+    spans: dict[int, Tensor],
+) -> None:
+    """Read the next chunk of some rows' prompts in a pass of a `shape`: its first row, R and C. Add each row's features
+    (1, C, ..), and the tokens of its chunk with the token after it."""
+    first, R, C = shape
     device = decoder.state.root.device
-    prompt = torch.tensor(request.prompt, dtype=torch.int64)
-    C = chunk_size(decoder.target, len(prompt) - start)
-    chunk = prompt[start : start + C]
-    tokens = torch.zeros(1, C, dtype=torch.int64)
-    tokens[0, : len(chunk)] = chunk
-    features = decoder.target.prefill(row, tokens.to(device), start)
-    if start + C < len(prompt):
-        return features, prompt[start : start + C + 1].to(device)
-    root = open_row(decoder, row, request, features.hidden[:, len(chunk) - 1 : len(chunk)])
-    return features, torch.cat([chunk.to(device), root])
+    tokens = torch.zeros(R, C, dtype=torch.int64)
+    reads = torch.zeros(R, dtype=torch.bool)
+    for row, request in reading.items():
+        chunk = torch.tensor(request.prompt[start : start + C])
+        tokens[row - first, : len(chunk)] = chunk
+        reads[row - first] = True
+    tokens = tokens.to(device)
+    read = decoder.target.prefill(first, tokens, start, reads.to(device) if R > 1 else None)
+    for row, request in reading.items():
+        of_row = slice(row - first, row - first + 1)
+        features[row] = Features(read.aux_hidden_states[of_row], read.hidden[of_row])
+        count = min(C, len(request.prompt) - start)
+        if start + C < len(request.prompt):
+            root = torch.tensor(request.prompt[start + C : start + C + 1], device=device)
+        else:
+            root = open_row(decoder, row, request, read.hidden[of_row, count - 1 : count])
+        spans[row] = torch.cat([tokens[row - first, :count], root])
+
+
+def rows_of_pass(target: CachedDecoder, C: int) -> int:
+    """Return the number of rows of a pass with chunks of C tokens: a divisor of the batch's."""
+    B = target.spec.batch_size
+    if not target.pads or isinstance(target.model.base, EncoderDecoder):
+        return 1
+    return max(R for R in range(1, B + 1) if B % R == 0 and (R == 1 or R * C <= CHUNK))
 
 
 def chunk_size(target: CachedDecoder, remaining: int) -> int:

@@ -24,7 +24,7 @@ from eval.core.progress import Progress
 from eval.data.prompts import HELD_OUT_SUITE, Prompt, prompts_hash
 from eval.data.template_arguments import with_arguments
 from eval.measure.compare import split_units, units_by_suite
-from eval.measure.figures import token_at, top_two_margin
+from eval.measure.figures import token_at, top_two_margins
 from eval.measure.machine import dtype_options, machine
 from eval.measure.model_facts import head_facts, target_facts
 from eval.measure.open_models import fitting_head, load_suites, open_target, open_target_of, say_defaults
@@ -106,26 +106,27 @@ def compare_with_target(
     is within rounding of the target's choice."""
     longest = max(len(prompt.ids) for prompt in prompts)
     engine = Engine(target, None, EngineOptions(max_length=longest + settings.max_new_tokens + 1))
+    requests = [Request(list(prompt.ids), settings.max_new_tokens, settings.sampling_at(0.0)) for prompt in prompts]
+    expected = [output.tokens for output in engine.generate(requests)]
+    differing = [n for n, text in enumerate(texts) if text != expected[n]]
+    positions = [first_difference(expected[n], texts[n]) or 0 for n in differing]
+    beginnings = [(requests[n], texts[n][:position]) for n, position in zip(differing, positions, strict=True)]
+    margins = top_two_margins(target, beginnings)
+    found = find_mismatches(target, [(requests[n], texts[n]) for n in differing])
     differences = []
-    for prompt, text in zip(prompts, texts, strict=True):
-        request = Request(list(prompt.ids), settings.max_new_tokens, settings.sampling_at(0.0))
-        (output,) = engine.generate([request])
-        position = first_difference(output.tokens, text)
-        if position is None:
-            continue
-        mismatches = find_mismatches(engine, request, text)
-        plain, here = (token_at(position, ids, tokenizer) for ids in (output.tokens, text))
+    for n, position, margin, mismatches in zip(differing, positions, margins, found, strict=True):
+        plain, here = (token_at(position, ids, tokenizer) for ids in (expected[n], texts[n]))
         differences.append(
             Divergence(
-                suite=prompt.suite,
-                prompt=prompt.id,
+                suite=prompts[n].suite,
+                prompt=prompts[n].id,
                 tree=settings.trees[0],
                 against="plain",
                 temperature=0.0,
                 position=position,
                 plain_text=plain[1],
                 text=here[1],
-                top_two_margin=top_two_margin(target, request, text[:position]),
+                top_two_margin=margin,
                 near_tie=None not in (plain[0], here[0]) and all(mismatch.is_within(FAR) for mismatch in mismatches),
                 flips=[Flip(**vars(mismatch)) for mismatch in mismatches],
             )

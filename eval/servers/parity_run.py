@@ -21,7 +21,7 @@ from eval.measure.machine import machine
 from eval.measure.open_models import fitting_head, open_target_of
 from eval.records.measure_settings import BenchSettings
 from eval.records.results import write_record
-from eval.runtime.engine import Engine, Request
+from eval.runtime.engine import Request
 from eval.runtime.near_ties import FAR, find_mismatches, first_difference
 from eval.runtime.sampling_params import Sampling
 from eval.servers.engine_client import DRAFTED, DRAFTS, EngineServer
@@ -508,17 +508,14 @@ def weights_of(server: LlamaServer, target: FrozenTarget) -> FrozenTarget | None
 def compare_plain(ladder: Ladder, theirs: Sequence[list[int]]) -> str | None:
     """Compare plain texts. Return what is wrong with the engine's, or None: equal, or apart by rounding."""
     ours = ladder.plain_texts()
-    engine = Engine(ladder.target, None, ladder.options(0))
-    near = far = 0
-    for prompt, text, other in zip(ladder.prompts, ours, theirs, strict=True):
-        if other in (text, text[:-1]):
-            continue
-        request = Request(list(prompt), ladder.new_tokens, ignore_eos=True)
-        mismatches = find_mismatches(engine, request, other)
-        if all(mismatch.is_within(FAR) for mismatch in mismatches):
-            near += 1
-        else:
-            far += 1
+    differing = [
+        (Request(list(prompt), ladder.new_tokens, ignore_eos=True), other)
+        for prompt, text, other in zip(ladder.prompts, ours, theirs, strict=True)
+        if other not in (text, text[:-1])
+    ]
+    found = find_mismatches(ladder.target, differing)
+    near = sum(all(mismatch.is_within(FAR) for mismatch in mismatches) for mismatches in found)
+    far = len(differing) - near
     ladder.lines.append(
         f"without a draft: {len(ours) - near - far} of {len(ours)} texts are this runtime's"
         + (f", {near} part at a near-tie" if near else "")
@@ -575,16 +572,14 @@ def find_cause(ladder: Ladder, own: Run, theirs: float, plain: str | None, preci
 
 def near_ties(ladder: Ladder, own: Run) -> bool:
     """Return True if all texts that differ part where two tokens are as likely, and the counts of the others agree."""
-    engine = Engine(ladder.target, None, ladder.options(0))
+    differing = []
     for prompt, text, count, answer in zip(ladder.prompts, own.texts, own.counts, ladder.answers, strict=True):
-        if same_text(text, answer):
-            if count_distance(count, answer):
-                return False
-            continue
-        request = Request(list(prompt), ladder.new_tokens, ignore_eos=True)
-        if not all(mismatch.is_within(FAR) for mismatch in find_mismatches(engine, request, answer.tokens)):
+        if not same_text(text, answer):
+            differing.append((Request(list(prompt), ladder.new_tokens, ignore_eos=True), answer.tokens))
+        elif count_distance(count, answer):
             return False
-    return True
+    found = find_mismatches(ladder.target, differing)
+    return all(mismatch.is_within(FAR) for mismatches in found for mismatch in mismatches)
 
 
 def agreement(ladder: Ladder, run: Run) -> str:

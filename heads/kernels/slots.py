@@ -97,7 +97,7 @@ class PrefillSlots:
     def visible_slots(self) -> VisibleSlots:
         """Return what the tokens see, for a kernel."""
         offset = self.slot[: self.number].expand(len(self.start), -1)
-        return VisibleSlots(self.start, bits(offset[:, None] <= offset[..., None]), offset, self.number)
+        return VisibleSlots(self.start, bits(offset[:, None] <= offset[..., None]), offset.contiguous(), self.number)
 
 
 @dataclass(eq=False)

@@ -82,6 +82,7 @@ def tree_attention(
     split = max(64, min(COARSE, 1 << most.bit_length() - 1))
     splits = -(-min(S, FINE) // split) + -(-max(S - FINE, 0) // COARSE)
     chunks = triton.cdiv(splits, CHUNK)
+    assert all(part.is_contiguous() for part in (visible.length, visible.words, visible.depths))
     if B > 1 and 4 * B * splits * N * H * d > MAX_BYTES:
         rows_of = [slice(b, b + 1) for b in range(B)]
         parts = [tree_attention(q[b], keys[b], values[b], visible.of(b), scale=scale, window=window) for b in rows_of]

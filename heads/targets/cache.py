@@ -48,9 +48,9 @@ class KVCache:
         self.set_slots(self.row_starts, extent=capacity)
 
     def set_slots(self, slots: Tensor, *, extent: int, row: int | None = None) -> None:
-        """Set the slots of the next pass's tokens: `slots` (B, N) of every row, or (1, N) of one row. Attention sees
-        the first `extent` slots."""
-        rows = slice(0, self.batch_size) if row is None else slice(row, row + 1)
+        """Set the slots of the next pass's tokens: `slots` (B', N) of every row, or of rows `row`, `row` + 1, ...
+        Attention sees the first `extent` slots."""
+        rows = slice(row or 0, (row or 0) + len(slots))
         alone = self.batch_size == 1
         self.slots = slots[0] if alone else (slots + self.row_starts[rows]).flatten()
         if (rows, extent) != (self.rows, self.extent):
@@ -223,11 +223,11 @@ class HFCache(Cache):
         super().__init__(layers=list(self.row_layers))
 
     def set_slots(self, slots: Tensor, *, extent: int, row: int | None = None, prompt: bool = False) -> None:
-        """Set the slots of the next step's tokens, (B, N) for all rows or (1, N) for one `row`, and make the first
-        `extent` slots visible. `prompt`: the tokens are a prompt, which an encoder or a recurrent layer reads at
+        """Set the slots of the next step's tokens, (B', N) for all rows or for rows `row`, `row` + 1, ..., and make the
+        first `extent` slots visible. `prompt`: the tokens are a prompt, which an encoder or a recurrent layer reads at
         once."""
         self.prompt = prompt
-        rows = slice(0, self.batch_size_) if row is None else slice(row, row + 1)
+        rows = slice(row or 0, (row or 0) + len(slots))
         self.slots = (slots + self.row_starts[rows]).flatten()
         if self.num_states:
             first = slots[:, :1]

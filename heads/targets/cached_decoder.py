@@ -63,16 +63,21 @@ class CachedDecoder(ABC):
     def forward(
         self, tokens: Tensor, mapping: SlotMapping, *, extent: int, row: int | None = None, prompt: bool = False
     ) -> Features:
-        """Run one pass over new tokens (B, N). Attention sees the first `extent` slots. `row` is the only row that the
-        tokens belong to, None for all rows. `prompt` is True if the tokens are part of a prompt."""
+        """Run one pass over new tokens (B, N). Attention sees the first `extent` slots. The tokens belong to all rows,
+        or to rows `row`, `row` + 1, ... `prompt` is True if they are part of prompts."""
 
-    def prefill(self, row: int, tokens: Tensor, start: int) -> Features:
-        """Read one chunk of a prompt, tokens (1, N) at positions start .., into a row's cache.
+    def prefill(self, row: int, tokens: Tensor, start: int, reads: Tensor | None = None) -> Features:
+        """Read one chunk of the prompts of rows `row`, `row` + 1, ...: tokens (R, N) at positions start ..
 
-        Tokens after the prompt's end are padding. Later tokens overwrite their keys before anything can see them.
+        reads (R,): False for a row without a prompt, which stays as it is; None if all have one.
+
+        Tokens after a prompt's end are padding. Later tokens overwrite their keys before anything can see them.
         """
-        count = tokens.shape[1]
-        mapping = PrefillSlots(self.slot[start : start + 1], None, self.slot, count)
+        R, count = tokens.shape
+        starts = self.slot[start : start + 1].repeat(R)
+        mapping = PrefillSlots(starts, None, self.slot, count)
+        if reads is not None:  # no text fills a row's last slot
+            mapping = PrefillSlots(starts, count * reads, self.slot[:-1], count)
         extent = min(round_up(start + count), self.spec.capacity)
         return self.forward(tokens, mapping, extent=extent, row=row, prompt=True)
 

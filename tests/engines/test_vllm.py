@@ -16,7 +16,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from eval.data.prompts import HELD_OUT_SUITE, load_prompts, prompts_hash
-from eval.measure.figures import top_two_margin
+from eval.measure.figures import top_two_margins
 from eval.measure.machine import machine
 from eval.measure.model_facts import target_facts
 from eval.records.results import write_record
@@ -150,14 +150,13 @@ def test_a_whole_vllm_writes_the_same_text_and_accepts_the_same_drafts(
         rows=ROWS,
         options={"trust_remote_code": True} if family.method == "mtp" else {},
     )
-    plain = Engine(target, None, EngineOptions(max_length=256))
     differing = []
     for i, prompt in enumerate(prompts):
         place = first_difference(texts[i], theirs["tokens"][i])
         if place is not None:
             request = Request(prompt.ids, NEW_TOKENS, ignore_eos=True)
-            mismatches = find_mismatches(plain, request, theirs["tokens"][i])
-            margin = top_two_margin(target, request, texts[i][:place])
+            (mismatches,) = find_mismatches(target, [(request, theirs["tokens"][i])])
+            (margin,) = top_two_margins(target, [(request, texts[i][:place])])
             near = all(mismatch.is_within(FAR) for mismatch in mismatches)
             differing.append({"prompt": prompt.id, "position": place, "top_two_margin": margin, "near_tie": near})
     same = [i for i in range(len(prompts)) if texts[i] == theirs["tokens"][i]]

@@ -27,22 +27,25 @@ def test_all_heads_run_in_one_comparison_with_the_trees_they_can_draft(
     tiny_target: FrozenTarget, pair_head: Any, bench: Bench, tmp_path: Path
 ) -> None:
     out, trees = tmp_path / "out", ("chain:2", "tree:2x2x5")
-    heads = {"pairs": pair_head, **{name: build_untrained(name, tiny_target) for name in ("lookup:3", "early_exit:6")}}
+    heads = {
+        "pairs": pair_head,
+        **{name: build_untrained(name, tiny_target) for name in ("lookup:3", "early_exit:6", "ngram:3")},
+    }
     results, text = bench(out, heads, trees=trees)
     assert [(m["head"], m["tree"]) for m in results["measurements"]] == [
         *(("pairs", "chain:2"), ("pairs", "tree:2x2x5"), ("lookup:3", "chain:2")),
-        *(("early_exit:6", "chain:2"), ("early_exit:6", "tree:2x2x5")),
+        *(("early_exit:6", "chain:2"), ("early_exit:6", "tree:2x2x5"), ("ngram:3", "chain:2")),
     ]
     assert len({m["baseline"]["ms_per_token"] for m in results["measurements"]}) == 1, "one plain decoding for all"
-    assert results["exact"] == {"prompts": 20, "identical": 20, "divergences": []}
-    assert [head["parameters"] for head in results["heads"]] == [128 * 128, 0, 0]
+    assert results["exact"] == {"prompts": 24, "identical": 24, "divergences": []}
+    assert [head["parameters"] for head in results["heads"]] == [128 * 128, 0, 0, 0]
     read = json.loads((out / "compare.json").read_text())
     assert read["measurements"][0]["tau"]["mean"] == results["measurements"][0]["tau"]["mean"]
     table = (out / "compare.md").read_text()
-    assert table.count("\n| ") == 2 + 5 and "\n| early_exit:6 | tree:2x2x5, greedy |" in table
-    assert "20 of 20 prompts" in text and text.count("4 of 4") == 5
+    assert table.count("\n| ") == 2 + 6 and "\n| early_exit:6 | tree:2x2x5, greedy |" in table
+    assert "24 of 24 prompts" in text and text.count("4 of 4") == 6
     page = (out / "compare.html").read_text()
-    assert "20 of 20 prompts" in page and page.count("<td>4 of 4</td>") >= 5
+    assert "24 of 24 prompts" in page and page.count("<td>4 of 4</td>") >= 6
 
 
 def test_rows_say_what_a_head_was_trained_on_and_mark_other_data_and_budgets(

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from eval.data.prompts import Prompt
 from eval.measure.compare import Comparison, compare, split_units
-from eval.measure.figures import figures, find_differences, find_divergences, top_two_margin
+from eval.measure.figures import figures, find_differences, find_divergences, top_two_margins
 from eval.records.figures_schema import Turns
 from eval.records.measure_settings import BenchSettings
 from eval.records.metrics import tau
@@ -54,7 +54,7 @@ def test_the_margin_is_by_how_much_the_chosen_token_won(run: Comparison, tiny_ta
     prompt, request = run.prompts[0], run.requests[0]
     output = run.plain.outputs[0][0].tokens
     ids = [*prompt.ids, *output[:5]]
-    margin = top_two_margin(tiny_target, request, output[:5])
+    (margin,) = top_two_margins(tiny_target, [(request, output[:5])])
     assert margin > 0
     if request.sampling.temperature == 0:
         logits = tiny_target.model(torch.tensor([ids])).logits[0, -1].float().log_softmax(-1)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from eval.runtime.engine import Request
 from eval.runtime.memory import check_memory
@@ -14,6 +15,7 @@ from eval.runtime.round import read_prompts
 from eval.runtime.sampling_params import Sampling
 from heads.core.errors import UserError
 from heads.core.tree import parse_shape
+from heads.targets.frozen_target import Features
 from heads.targets.load import load_target
 from heads.targets.target_files import load_tokenizer
 from tests.eval.runtime.conftest import ScriptedHead, decode_plainly, sequences, target_of
@@ -51,16 +53,29 @@ def test_eos_cuts_inside_an_accepted_path(family: str, prompts: list[list[int]])
         assert follower.tokens == expected.tokens, "its row is taken over"
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "t5"])
-def test_padded_prompts_change_nothing(family: str, prompts: list[list[int]]) -> None:
+@pytest.mark.parametrize(("family", "R"), [("gemma3_text", 4), ("llama", 4), ("t5", 1)])
+def test_padded_prompts_change_nothing(
+    family: str, R: int, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are read R rows at a time, as many as make 256 tokens, and rows that go on meanwhile stay as they are."""
     target = target_of(family)
     ends = [] if target.start_token is None else [1, target.start_token]
-    requests = [Request([*p, *ends], 10, WARM, (), True) for p in ([*range(3, 50)] * 3, prompts[0], prompts[5])]
-    expected = decode_plainly(target, requests)
+    texts_read = [*([[*range(3, 50)]] * 3), prompts[0], prompts[5], [*range(3, 60)] * 5, *prompts[1:5]]
+    requests = [Request([*p, *ends], 17 if i == 1 else 10, WARM, (), True) for i, p in enumerate(texts_read)]
+    expected = decode_plainly(target, requests, max_length=320)
     head = ScriptedHead(target, sequences(requests, expected))
-    engine = open_engine(target, head, TREE, batch_size=2, max_length=192)
+    engine = open_engine(target, head, TREE, batch_size=4, max_length=320)
     engine.decoder.target.pads = True
+    prefill = engine.decoder.target.prefill
+    shapes = []
+
+    def noted(row: int, tokens: Tensor, *more: Any) -> Features:
+        shapes.append(tuple(tokens.shape))
+        return prefill(row, tokens, *more)
+
+    monkeypatch.setattr(engine.decoder.target, "prefill", noted)
     assert texts(engine.generate(requests)) == texts(expected)
+    assert (R, 16) in shapes and (R, 64) in shapes and all(rows == (1 if C > 64 else R) for rows, C in shapes)
 
 
 def test_outputs_count_their_rounds_and_every_round_is_timed(prompts: list[list[int]]) -> None:

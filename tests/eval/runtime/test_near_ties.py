@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from eval.runtime.engine import Request
-from eval.runtime.near_ties import FAR, NEAR, Edges, Mismatch, check_near_tie, find_mismatches
+from eval.runtime.near_ties import FAR, NEAR, Edges, Mismatch, check_near_ties, find_mismatches, mismatches_of_rounds
 from eval.runtime.rules import Match
 from eval.runtime.sampling_params import Sampling
 from heads.registry import build_untrained
@@ -26,28 +26,40 @@ WIDE: Any = dict(vocab_size=512, hidden_size=128, intermediate_size=256, initial
         Sampling(temperature=0.9, presence_penalty=2.0, seed=4),
     ],
 )
-def test_plain_decodings_own_text_has_no_mismatches_and_a_changed_token_is_one(sampling: Sampling) -> None:
+def test_plain_decodings_own_texts_have_no_mismatches_and_a_changed_token_is_one(sampling: Sampling) -> None:
+    """Of several texts together, of more texts than the engine has rows, of any lengths, and one by one."""
     target = target_of("llama")
-    request = Request([5, 6, 7], 12, sampling, ignore_eos=True)
+    requests = [
+        Request([5, 6, 7][: 1 + i % 3], 12 - 4 * (i == 3), sampling.with_seed(i), ignore_eos=True) for i in range(5)
+    ]
     engine = open_engine(target, build_untrained("lookup:3", target), "chain:3", batch_size=2, max_length=64)
-    tokens = engine.generate([request])[0].tokens
-    assert find_mismatches(engine, request, tokens) == []
-    changed = [*tokens[:6], (tokens[6] + 1) % 61, *tokens[7:]]
-    mismatches = find_mismatches(engine, request, changed)
-    assert (mismatches[0].position, mismatches[0].token, mismatches[0].chosen) == (6, changed[6], tokens[6])
-    assert mismatches[0].gap > 0 and not mismatches[0].is_within(FAR)
-    first = find_mismatches(engine, request, [(tokens[0] + 1) % 61, *tokens[1:]])[0]
-    assert first.position == 0 and not first.is_within(FAR)
+    texts = [output.tokens for output in engine.generate(requests)]
+    changed = [[*text[:6], (text[6] + 1) % 61, *text[7:]] for text in texts]
+
+    def both(texts: list[list[int]]) -> list[list[list[Mismatch]]]:
+        given = list(zip(requests, texts, strict=True))
+        return [find_mismatches(target, given), mismatches_of_rounds(engine, given)]
+
+    assert both(texts) == [[[]] * 5] * 2
+    own, rounds = both(changed)
+    for n, (first, *_) in enumerate(own):
+        assert (first.position, first.token, first.chosen) == (6, changed[n][6], texts[n][6])
+        assert first.gap > 0 and not first.is_within(FAR)
+        assert find_mismatches(target, [(requests[n], changed[n])]) == [own[n]]
+        assert [each.position for each in rounds[n]] == [each.position for each in own[n]]
+        assert [each.gap for each in rounds[n]] == pytest.approx([each.gap for each in own[n]], rel=1e-6)
+    for wrong in both([[(text[0] + 1) % 61, *text[1:]] for text in texts]):
+        assert all(found[0].position == 0 and not found[0].is_within(FAR) for found in wrong)
 
 
 def test_the_gap_is_that_of_the_logits() -> None:
     target = target_of("llama")
-    prompt = [5, 6, 7]
+    request = Request([5, 6, 7], 3, ignore_eos=True)
     engine = open_engine(target, build_untrained("lookup:3", target), "chain:2", max_length=64)
-    tokens = engine.generate([Request(prompt, 3, ignore_eos=True)])[0].tokens
+    tokens = engine.generate([request])[0].tokens
     wrong = (tokens[2] + 1) % 61
-    (mismatch,) = find_mismatches(engine, Request(prompt, 3, ignore_eos=True), [*tokens[:2], wrong])
-    logits = target.model(torch.tensor([[*prompt, *tokens[:2]]])).logits[0, -1]
+    ((mismatch,),) = find_mismatches(target, [(request, [*tokens[:2], wrong])])
+    logits = target.model(torch.tensor([[5, 6, 7, *tokens[:2]]])).logits[0, -1]
     assert mismatch.gap == pytest.approx(float(logits[tokens[2]] - logits[wrong]), rel=1e-5)
 
 
@@ -86,14 +98,15 @@ def judged(target: FrozenTarget, shape: str, *, kind: str = "lookup:2", **option
     requests = [Request([5, 6, 7 + i, 5, 6], 24, ignore_eos=True) for i in range(6)]
     plain = open_engine(target, None, max_length=64)
     engine = open_engine(target, build_untrained(kind, target), shape, max_length=64, **options)
-    found = []
-    for request, one, other in zip(requests, plain.generate(requests), engine.generate(requests), strict=True):
-        wrong = [*other.tokens[:9], (other.tokens[9] + 2) % 61, *other.tokens[10:]]
-        assert not check_near_tie(engine, plain, request, one.tokens, wrong).is_near_tie
-        assert not check_near_tie(engine, plain, request, one.tokens, one.tokens[:9]).is_near_tie, "it ends too early"
-        if one.tokens != other.tokens:
-            found.append(check_near_tie(engine, plain, request, one.tokens, other.tokens).is_near_tie)
-    return found
+    plainly = [output.tokens for output in plain.generate(requests)]
+    texts = [output.tokens for output in engine.generate(requests)]
+    wrong = [[*text[:9], (text[9] + 2) % 61, *text[10:]] for text in texts]
+    ends_early = [text[:9] for text in plainly]
+    for bad in (wrong, ends_early):
+        given = list(zip(requests, plainly, bad, strict=True))
+        assert not any(check.is_near_tie for check in check_near_ties(engine, given))
+    given = [each for each in zip(requests, plainly, texts, strict=True) if each[1] != each[2]]
+    return [check.is_near_tie for check in check_near_ties(engine, given)]
 
 
 @pytest.mark.parametrize(
@@ -103,6 +116,28 @@ def test_what_rounding_changes_is_a_near_tie_in_every_type(dtype: str, shape: st
     """In bfloat16 texts of several rows differ on every processor tried."""
     target = make_target("llama", getattr(torch, dtype), **WIDE)
     assert all(judged(target, shape, kind="lookup:2" if shape.startswith("chain") else "early_exit:2"))
+
+
+@pytest.mark.parametrize(
+    ("filters", "others"),
+    [({"top_k": 5}, {"top_k": 6}), ({"top_p": 0.8}, {"top_p": 0.83}), ({"min_p": 0.1}, {"min_p": 0.08})],
+)
+def test_what_rounding_moves_over_the_edge_of_a_filter_is_a_near_tie_and_texts_of_another_filter_are_none(
+    filters: dict[str, Any], others: dict[str, Any]
+) -> None:
+    target = make_target("llama", torch.bfloat16, **WIDE)
+    plain = open_engine(target, None, max_length=64)
+    engine = open_engine(target, build_untrained("early_exit:2", target), "chain:3", max_length=64)
+    requests, false = (
+        [Request([5, 6, 7 + i], 24, Sampling(temperature=1.0, seed=i, **each), (), True) for i in range(48)]
+        for each in (filters, others)
+    )
+    plainly = [output.tokens for output in plain.generate(requests)]
+    for asked, expected in ((requests, True), (false, False)):
+        texts = [output.tokens for output in engine.generate(asked)]
+        given = [each for each in zip(requests, plainly, texts, strict=True) if each[1] != each[2]]
+        checks = check_near_ties(engine, given)
+        print(filters, expected, len(given), [check.is_near_tie for check in checks])
 
 
 @pytest.mark.parametrize(("error", "near"), [(1e-6, True), (30.0, False)])

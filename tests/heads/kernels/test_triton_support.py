@@ -10,7 +10,7 @@ from torch import Tensor
 
 from heads.kernels.choose_token import choose_in_tiles, logits_in_tiles
 from heads.kernels.gumbel import gumbel
-from heads.kernels.slots import TreeSlots, VisibleSlots, ancestors, bits
+from heads.kernels.slots import PrefillSlots, TreeSlots, VisibleSlots, ancestors, bits
 from heads.kernels.tree_attention import for_groups, masked_attention, tree_attention
 from heads.targets.masks import additive
 from tests.support.switches import kernels_on_cpu
@@ -40,7 +40,9 @@ def seen_by(parents: Tensor, depths: Tensor, length: Tensor) -> VisibleSlots:
     return VisibleSlots(length, bits(ancestors(parents, parents.shape[1])), depths, parents.shape[1])
 
 
-def expected_attention(q: Tensor, keys: Tensor, values: Tensor, tree: TreeSlots, window: int | None) -> Tensor:
+def expected_attention(
+    q: Tensor, keys: Tensor, values: Tensor, tree: TreeSlots | PrefillSlots, window: int | None
+) -> Tensor:
     """Return the attention of a tree's nodes by torch, in float64."""
     visible: Any = tree.visible(0, keys.shape[1])
     if window is not None:
@@ -85,6 +87,16 @@ def test_tree_attention(B: int, N: int, heads: tuple[int, int], d: int, S: int, 
     assert torch.equal(spoilt, out)
     tree = TreeSlots(length, parents, depths, ancestors(parents, N), torch.arange(S))
     expected = expected_attention(q, keys, values, tree, window)
+    torch.testing.assert_close(out.double(), expected, atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_chunks_of_several_prompts_see_what_their_masks_say(window: int | None) -> None:
+    starts = torch.tensor([0, 20, 3])
+    chunks = PrefillSlots(starts, None, torch.arange(101), 9)
+    q, (keys, values) = torch.randn(3, 9, 4, 16), torch.randn(2, 3, 100, 2, 16)
+    out = tree_attention(q, keys, values, chunks.visible_slots(), window=window)
+    expected = expected_attention(q, keys, values, chunks, window)
     torch.testing.assert_close(out.double(), expected, atol=2e-6, rtol=2e-6)
 
 

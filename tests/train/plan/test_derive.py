@@ -1,6 +1,8 @@
 """Recipes derived from a model and conversations: what they hold, what the user's keys do, and what is refused."""
 
 import json
+import math
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +14,7 @@ import yaml
 from eval import bench, report
 from eval.core.command_line import exit_status
 from heads.saved import read_config
+from heads.targets.load import load_tokenizer
 from tests.conftest import TEXT
 from tests.support.chats import talk, write_chats
 from tests.support.published_heads import ZLAB, dflash, write
@@ -66,6 +69,29 @@ def test_every_kind_gets_a_recipe_that_fits(entry: str, here: Path, capsys: pyte
     assert recipe.train.tokens_per_step % (recipe.train.batch_size * recipe.data.context_length) == 0
     assert made.prompt_tokens + made.new_tokens <= recipe.data.context_length
     assert not (folder / "checkpoints").exists()
+
+
+def test_a_plan_has_the_likely_number_of_steps_before_the_most(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The likely one counts the prompts as they are and half of the longest answers."""
+    assert derived("eagle", "--plan", "--tflops", "1") == 0
+    rows = re.findall(r"^  (\S.*?) +([\d.,]+)$", capsys.readouterr().out.partition("\nthe run\n")[2], re.MULTILINE)
+    found = {name: float(value.replace(",", "")) for name, value in rows}
+    recipe: Any = load_recipe("runs/eagle3-target-chats/recipe.yaml")
+    tokenizer = load_tokenizer("target")
+    asked = [
+        [turn for turn in record["messages"] if turn["role"] == "user"]
+        for _, record in recipe.data.sources[0].records()
+    ]
+    prompts = [tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False) for turns in asked]
+    made = recipe.data.regenerate
+    tokens = recipe.train.epochs * sum(len(prompt) + made.new_tokens / 2 for prompt in prompts)
+    most = recipe.train.epochs * made.prompts * (made.prompt_tokens + made.new_tokens)
+    assert found["steps, likely"] == pytest.approx(tokens / recipe.train.tokens_per_step, abs=1)
+    assert found["steps, at most"] == math.ceil(most / recipe.train.tokens_per_step)
+    names = [name for name, _ in rows]
+    assert names.index("steps, likely") < names.index("steps, at most")
+    hours = [found[f"hours at 1.00 TFLOP/s a device, {how}"] for how in ("likely", "at most")]
+    assert 0 < hours[0] < hours[1]
 
 
 def test_a_chain_is_as_long_as_the_head_that_is_there_drafts(here: Path) -> None:

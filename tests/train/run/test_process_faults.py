@@ -7,6 +7,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -81,6 +82,16 @@ def test_a_signal_to_one_process_stops_all_with_a_checkpoint(small: Settings) ->
     # Once in our words; torchrun's report quotes it.
     assert sum(line.startswith("interrupted at step ") for line in said.splitlines()) == 1, said
     assert len(list(run.glob("checkpoints/step-*"))) == 1
+
+
+@pytest.mark.parametrize("form", [None, "ddp"])
+def test_a_closed_terminal_does_not_stop_what_nohup_started(form: str | None, small: Settings) -> None:
+    run = Path(small["output_dir"])
+    launched = start(write_recipe(small), launcher=["nohup", *(form_launcher(form) if form else [sys.executable])])
+    wait_for(run, 2, launched)
+    os.killpg(launched.pid, signal.SIGHUP)
+    said = finish(launched)
+    assert last_step(run) == 40 and "interrupted" not in said and (run / "results.json").is_file()
 
 
 def test_a_killed_launcher_leaves_no_orphan(small: Settings) -> None:

@@ -18,7 +18,7 @@ from eval.records.head_schema import TauFigures
 from heads.core.errors import UserError
 from heads.saved import load_head
 from tests.conftest import small_recipe
-from tests.support.chats import write_chats
+from tests.support.chats import talk, write_chats
 from tests.support.faults import full_disk, nan_at, signal_at
 from tests.support.runs import Settings, lines, same, train, weights
 from tests.support.runs import train_in as run
@@ -57,6 +57,18 @@ def chat_source(tmp_path: Path) -> dict[str, Any]:
     """Answers of very different lengths, so that the rows of a step hold different numbers of labels."""
     records = [{"instruction": "say " + "so " * (n % 3), "response": "the sea " * (1 + 3 * (n % 4))} for n in range(16)]
     return write_chats(tmp_path / "chats.jsonl", records)
+
+
+def test_a_run_says_which_share_of_the_labels_its_draft_vocabulary_holds(
+    settings: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Four of five labels: a letter three times in each answer, and the answer's end; the fifth is another letter."""
+    write_chats(tmp_path / "chats.jsonl", [{"messages": talk("the sea", "zzzq")}] * 8)
+    settings["data"]["sources"] = [{"kind": "chat", "path": str(tmp_path / "chats.jsonl")}]
+    settings["head"]["draft_vocab_size"] = 2
+    settings["train"]["max_steps"] = 1
+    run(settings)
+    assert "\n2 of 128 tokens can be drafted, 80.0% of the labels\n" in capsys.readouterr().err
 
 
 def test_accumulation_is_the_same_step_cut_up(settings: Settings, tmp_path: Path) -> None:
