@@ -127,15 +127,22 @@ def commit() -> str:
     """Return the commit that is checked out, with a + if files differ from it. Outside a clone it is the one that pip
     installed, or the one that DRAFTSMITH_COMMIT names, such as for a copy of the files; else "unknown"."""
 
+    # Not that of a clone around these files.
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    variables["GIT_CEILING_DIRECTORIES"] = str(ROOT.parent)
+
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(ROOT), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True, stdin=subprocess.DEVNULL).stdout
+        options: Any = {"capture_output": True, "text": True, "check": True, "stdin": subprocess.DEVNULL}
+        return str(subprocess.run(command, env=variables, **options).stdout)
 
     try:
         changed = git("status", "--porcelain", "--untracked-files=no")
         return git("rev-parse", "--short=12", "HEAD").strip() + ("+" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         with suppress(PackageNotFoundError, LookupError, TypeError):
-            installed = json.loads(distribution("draftsmith").read_text("direct_url.json") or "null")
-            return str(installed["vcs_info"]["commit_id"])[:12]
+            package = distribution("draftsmith")
+            if Path(str(package.locate_file(""))).resolve() == ROOT:
+                installed = json.loads(package.read_text("direct_url.json") or "null")
+                return str(installed["vcs_info"]["commit_id"])[:12]
         return os.environ.get("DRAFTSMITH_COMMIT") or "unknown"

@@ -220,23 +220,17 @@ def counts_before(sampling: RowSampling, earlier: Tensor, tokens: Tensor) -> Ten
     return before[:, None] + each.cumsum(1) - each
 
 
-def node_of(values: Tensor | None, row: int, node: int) -> Tensor | None:
-    """Return those (1, 1, V) of a node from values (B, N, V)."""
-    return None if values is None else values[row : row + 1, node : node + 1]
-
-
 def mismatch_of(
     target: FrozenTarget,
     sampling: RowSampling,
     request: Request,
     position: int,
     pair: tuple[int, int],
-    logits: Tensor | None,
+    logits: Tensor,
     counts: Tensor | None,
 ) -> Mismatch:
     """Return the mismatch of a pair, the text's token and the chosen one, at a position of an output. sampling: of one
     row; logits (1, 1, V), before penalties, and counts (1, 1, V): as in `RowSampling.penalise`."""
-    assert logits is not None
     token, chosen = pair
     penalised = sampling.penalise(logits, counts)
     place = torch.full((1, 1), len(request.prompt) + position, device=logits.device)

@@ -1,11 +1,13 @@
-"""The line about a machine on which other processes are busy."""
+"""The line about a machine on which other processes are busy, and the commit that records name."""
 
+import subprocess
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
-from eval.measure.machine import settle_threads
+from eval.measure.machine import commit, settle_threads
 
 CPU = torch.device("cpu")
 
@@ -43,3 +45,26 @@ def test_only_other_processes_are_held_against_a_run(
     assert line is None if said is None else line is not None and said in line
     assert taken == [1] * (said is not None and threads > 1 and wanted is None)
     assert settle_threads(torch.device("cuda")) is None
+
+
+def test_a_record_names_the_commit_of_these_files_and_not_of_a_clone_around_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b", *words]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    (tmp_path / "copy").mkdir()
+    (tmp_path / "file").write_text("one")
+    for words in (["init"], ["add", "file"], ["commit", "-m", "one"]):
+        git(*words)
+    monkeypatch.setattr("eval.measure.machine.ROOT", tmp_path)
+    monkeypatch.delenv("DRAFTSMITH_COMMIT", raising=False)
+    head = git("rev-parse", "--short=12", "HEAD")
+    assert commit() == head
+    (tmp_path / "file").write_text("two")
+    assert commit() == f"{head}+"
+    monkeypatch.setattr("eval.measure.machine.ROOT", tmp_path / "copy")
+    assert commit() == "unknown"
+    monkeypatch.setenv("DRAFTSMITH_COMMIT", "0123456789ab")
+    assert commit() == "0123456789ab"

@@ -19,18 +19,23 @@ WIDE: Any = dict(vocab_size=512, hidden_size=128, intermediate_size=256, initial
 
 
 @pytest.mark.parametrize(
-    "sampling",
+    ("family", "sampling"),
     [
-        *(Sampling(), Sampling(temperature=0.9, seed=4), Sampling(temperature=0.8, top_k=9, top_p=0.9, seed=5)),
-        Sampling(repetition_penalty=1.5, frequency_penalty=1.0),
-        Sampling(temperature=0.9, presence_penalty=2.0, seed=4),
+        *(("llama", Sampling()), ("qwen3_next", Sampling()), ("t5", Sampling())),
+        *(("llama", Sampling(temperature=0.9)), ("llama", Sampling(temperature=0.8, top_k=9, top_p=0.9))),
+        ("llama", Sampling(repetition_penalty=1.5, frequency_penalty=1.0)),
+        ("llama", Sampling(temperature=0.9, presence_penalty=2.0)),
     ],
 )
-def test_plain_decodings_own_texts_have_no_mismatches_and_a_changed_token_is_one(sampling: Sampling) -> None:
+def test_plain_decodings_own_texts_have_no_mismatches_and_a_changed_token_is_one(
+    family: str, sampling: Sampling
+) -> None:
     """Of several texts together, of more texts than the engine has rows, of any lengths, and one by one."""
-    target = target_of("llama")
+    target = target_of(family)
+    ends = [] if target.start_token is None else [1, target.start_token]
     requests = [
-        Request([5, 6, 7][: 1 + i % 3], 12 - 4 * (i == 3), sampling.with_seed(i), ignore_eos=True) for i in range(5)
+        Request([*[5, 6, 7][: 1 + i % 3], *ends], 12 - 4 * (i == 3), sampling.with_seed(i), ignore_eos=True)
+        for i in range(5)
     ]
     engine = open_engine(target, build_untrained("lookup:3", target), "chain:3", batch_size=2, max_length=64)
     texts = [output.tokens for output in engine.generate(requests)]
@@ -47,7 +52,7 @@ def test_plain_decodings_own_texts_have_no_mismatches_and_a_changed_token_is_one
         assert first.gap > 0 and not first.is_within(FAR)
         assert find_mismatches(target, [(requests[n], changed[n])]) == [own[n]]
         assert [each.position for each in rounds[n]] == [each.position for each in own[n]]
-        assert [each.gap for each in rounds[n]] == pytest.approx([each.gap for each in own[n]], rel=1e-6)
+        assert [each.gap for each in rounds[n]] == pytest.approx([each.gap for each in own[n]], rel=1e-3)
     for wrong in both([[(text[0] + 1) % 61, *text[1:]] for text in texts]):
         assert all(found[0].position == 0 and not found[0].is_within(FAR) for found in wrong)
 
@@ -136,8 +141,7 @@ def test_what_rounding_moves_over_the_edge_of_a_filter_is_a_near_tie_and_texts_o
     for asked, expected in ((requests, True), (false, False)):
         texts = [output.tokens for output in engine.generate(asked)]
         given = [each for each in zip(requests, plainly, texts, strict=True) if each[1] != each[2]]
-        checks = check_near_ties(engine, given)
-        print(filters, expected, len(given), [check.is_near_tie for check in checks])
+        assert given and {check.is_near_tie for check in check_near_ties(engine, given)} == {expected}
 
 
 @pytest.mark.parametrize(("error", "near"), [(1e-6, True), (30.0, False)])

@@ -84,13 +84,16 @@ def test_a_signal_to_one_process_stops_all_with_a_checkpoint(small: Settings) ->
     assert len(list(run.glob("checkpoints/step-*"))) == 1
 
 
-@pytest.mark.parametrize("form", [None, "ddp"])
-def test_a_closed_terminal_does_not_stop_what_nohup_started(form: str | None, small: Settings) -> None:
+@pytest.mark.parametrize("command", [["nohup"], ["setsid", "--wait"]])
+def test_a_closed_terminal_does_not_stop_what_is_told_to_stay(command: list[str], small: Settings) -> None:
+    """A run of one process under nohup, and a launch of two in a session of its own: as the page advises, since the
+    launcher takes SIGHUP back from nohup."""
     run = Path(small["output_dir"])
-    launched = start(write_recipe(small), launcher=["nohup", *(form_launcher(form) if form else [sys.executable])])
+    python = [sys.executable] if command == ["nohup"] else form_launcher("ddp")
+    launched = start(write_recipe(small), launcher=[*command, *python])
     wait_for(run, 2, launched)
     os.killpg(launched.pid, signal.SIGHUP)
-    said = finish(launched)
+    said, _ = launched.communicate(timeout=300)
     assert last_step(run) == 40 and "interrupted" not in said and (run / "results.json").is_file()
 
 
