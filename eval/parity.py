@@ -78,7 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     settings = BenchSettings(**given)
     parent = Path("runs", plain_name(f"parity-{short_name(options.head)}"))
     with own_folder(parent, settings, options, {}) as (out, _):
-        record = compare(options, settings)
+        words = sys.argv[1:] if arguments is None else arguments
+        record = compare(options, settings, ["python", "eval/parity.py", *words])
         write_parity(record, out)
     print("\n".join(record.lines))
     print(record.answer)

@@ -22,7 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from eval.core.command_line import Parser, add_head_options, exit_status, typed
-from eval.data.prompts import prompts_hash
+from eval.data.prompts import Prompt, prompts_hash
 from eval.records.measure_settings import add_prompt_options, to_settings
 from heads.core.errors import UserError
 from heads.core.files import check_file
@@ -71,8 +71,11 @@ def measure(options: argparse.Namespace, opened: ExitStack) -> int:
     from eval.records.metrics import rate_ratio, rate_ratio_interval
     from eval.records.results import write_record
     from eval.runtime.engine import Engine, EngineOptions, Request
+    from eval.runtime.sampling_params import Sampling
+    from eval.servers.engine_client import EngineServer
     from eval.servers.engine_process import need_python, running
-    from eval.servers.llamacpp import METHODS, LlamaServer, convert
+    from eval.servers.llamacpp import convert, spec_type
+    from eval.servers.parity_engines import open_server
     from heads.core.tree import parse_shape
     from heads.registry import kind_of
     from heads.saved import find_head
@@ -90,7 +93,7 @@ def measure(options: argparse.Namespace, opened: ExitStack) -> int:
     runner = opened.enter_context(asyncio.Runner())
     made = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="draftsmith-")))
 
-    Decode = Callable[[Sequence[int], int], tuple[list[int], float, int]]
+    Decode = Callable[[Prompt, int], tuple[list[int], float, int]]
     decoders: dict[tuple[str, str, int], Decode] = {}
     """(engine, weights, draft tokens) -> a function that gives a text, its seconds and its passes."""
     engines = {}
@@ -98,8 +101,8 @@ def measure(options: argparse.Namespace, opened: ExitStack) -> int:
         shape = parse_shape(f"chain:{depth}") if depth else EngineOptions(max_length=1).shape
         engine = engines[depth] = Engine(target, head if depth else None, EngineOptions(shape=shape, max_length=length))
 
-        def here(ids: Sequence[int], count: int, engine: Engine = engine) -> tuple[list[int], float, int]:
-            (output,) = engine.generate([Request(list(ids), count)])
+        def here(prompt: Prompt, count: int, engine: Engine = engine) -> tuple[list[int], float, int]:
+            (output,) = engine.generate([Request(list(prompt.ids), count)])
             return output.tokens, engine.timings.decode_seconds, output.rounds
 
         decoders["draftsmith", FLOAT32, depth] = here
@@ -109,6 +112,7 @@ def measure(options: argparse.Namespace, opened: ExitStack) -> int:
     with Progress("converting for llama.cpp", announced=True):
         convert(options.model, Path(files[FLOAT32]), log=made / "log")
         kind = kind_of(head)
+        method = spec_type(kind)
         folder = str(find_head(options.head))
         convert(folder, head_file, target=None if kind == "draft" else options.model, log=made / "log")
     for name, file in files.items():
@@ -116,7 +120,7 @@ def measure(options: argparse.Namespace, opened: ExitStack) -> int:
             job = {
                 "target": str(Path(file).absolute()),
                 "head": str(head_file) if depth else None,
-                "method": METHODS[kind],
+                "method": method,
                 "depth": depth,
                 "threads": torch.get_num_threads(),
                 "context": max(256, length + 8),
@@ -126,20 +130,17 @@ def measure(options: argparse.Namespace, opened: ExitStack) -> int:
             place.mkdir()
             what = f"{file}: llama.cpp refuses it"
             url = opened.enter_context(running(python, "llamacpp_server.py", job, what=what, folder=place))
-            server = LlamaServer(url, runner)
-            opened.callback(server.close)
+            server = opened.enter_context(open_server(url, runner.run))
 
-            def there(ids: Sequence[int], count: int, server: LlamaServer = server) -> tuple[list[int], float, int]:
-                reply = server.complete(ids, count, cache_prompt=False)
-                timings = reply["timings"]
-                accepted = timings.get("draft_n_accepted", 0)
-                tokens = reply["tokens"]
-                return tokens, timings["predicted_ms"] / 1e3, max(len(tokens) - 1 - accepted, 1)
+            def there(prompt: Prompt, count: int, server: EngineServer = server) -> tuple[list[int], float, int]:
+                answer = runner.run(server.ask(prompt, Sampling(), count))
+                seconds = answer.pieces[-1][0] - answer.pieces[0][0]  # as the server says them
+                return answer.tokens, seconds, max(len(answer.tokens) - 1 - answer.accepted, 1)
 
             decoders["llama.cpp", name, depth] = there
 
     for decode in decoders.values():
-        decode(prompts[0].ids, WARM_UP_TOKENS)
+        decode(prompts[0], WARM_UP_TOKENS)
     texts: dict[tuple[str, str, int], list[list[int]]] = {key: [] for key in decoders}
     passes = dict.fromkeys(decoders, 0)
     tokens = {key: [0.0] * len(prompts) for key in decoders}
@@ -150,7 +151,7 @@ def measure(options: argparse.Namespace, opened: ExitStack) -> int:
             for i, prompt in enumerate(prompts):
                 turn = (repeat + i) % len(order)
                 for key in order[turn:] + order[:turn]:  # so that none is always first
-                    text, spent, rounds = decoders[key](prompt.ids, new_tokens)
+                    text, spent, rounds = decoders[key](prompt, new_tokens)
                     if repeat == 0:
                         texts[key].append(text)
                         passes[key] += rounds

@@ -17,7 +17,7 @@ from eval.records.results import read_curve
 from eval.records.schema import HEAD, TARGET, Target
 from eval.records.speedup_checks import served_index, verdict_of
 from heads.core.contract import HEAD_TREE, Drafter, split_draft
-from heads.core.engines import ALL_ENGINES
+from heads.core.engines import ALL_ENGINES, READERS
 from heads.core.errors import UserError
 from heads.core.strict_settings import Settings
 from heads.core.tree import TreeShape, parse_shape
@@ -93,8 +93,11 @@ def head_facts(
     unserved = None
     if provenance is not None and engines:
         unserved = why_unserved(engines) if match is None else why_unserved(engines, BOTH)
-    serve = next((engine.shown for engine in engines if engine.reader in ALL_ENGINES and engine.is_as_measured), None)
     made = provenance or Provenance()
+    wanted = [READERS[name] for name in made.serve or ()]
+    serving = [engine for engine in engines if engine.reader in ALL_ENGINES and engine.is_as_measured]
+    serving.sort(key=lambda engine: engine.reader not in wanted)
+    serve = serving[0].shown if serving else None
     budget = made.tokens
     if made.tokens and made.step and made.steps:
         budget = round(made.tokens * made.steps / made.step)

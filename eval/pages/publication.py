@@ -31,7 +31,7 @@ from heads.core.errors import UserError
 from heads.formats.engine_folder import Verdict, gguf_name, why_unfit
 from heads.registry import HEADS
 from heads.saved import CONFIG, find_head, load_head, read_config
-from heads.targets.hub import is_hub_id, name_of, repo_and_revision, tokenizer_files, with_names
+from heads.targets.hub import is_hub_id, local_folder, name_of, repo_and_revision, tokenizer_files, with_names
 from heads.targets.identity import changes
 
 RECIPE = "recipe.yaml"
@@ -87,8 +87,7 @@ def collect(
     measured, facts = (figures.measurements, figures.target) if figures else ((), Target(name=target))
     names = {"head": repo_id, "target": repo_and_revision(base or target)[0]}
     verdicts = engines_for(folder, measured, facts, names=names)
-    serve = read_recipe(folder.parent / RECIPE).get("head", {}).get("serve")
-    if (doubt := why_unfit(verdicts, serve)) is not None and not unserved:
+    if (doubt := why_unfit(verdicts, record["provenance"].get("serve"))) is not None and not unserved:
         raise UserError(f"{folder}: {doubt}; fix it, or publish it --unserved")
     form = HEADS[record["kind"]].format
     files: Contents = {CONFIG: public_config(folder / CONFIG, base), form.weights_file: folder / form.weights_file}
@@ -136,16 +135,14 @@ def collect(
 
 
 def write_gguf(file: Path, folder: Path, head: Any, record: dict[str, Any], verdicts: Sequence[Verdict]) -> None:
-    """Write a head as a GGUF file, and read it back. UserError if llama.cpp does not serve it, or its target, whose
-    tokenizer is in the file, is not here."""
+    """Write a head as a GGUF file, with the tokenizer of its target, and read it back. UserError if llama.cpp does not
+    serve it."""
     verdict = next(verdict for verdict in verdicts if verdict.reader == LLAMACPP)
     if not verdict.serves:
         raise UserError(f"--gguf: {LLAMACPP} {verdict.reason}; leave --gguf out")
     name = str(record["target"]["name"])
-    if not Path(name).is_dir():
-        raise UserError(f"--gguf: the converter reads the tokenizer of the target, and {name} is no folder here")
-    known = convert(str(folder), file, target=None if record["kind"] == "draft" else name, log=file.with_suffix(".log"))
-    if not known:
+    target = None if record["kind"] == "draft" else local_folder(name)
+    if not convert(str(folder), file, target=target, log=file.with_suffix(".log")):
         raise UserError(f"--gguf: llama.cpp's converter does not know the tokenizer of {name}; leave --gguf out")
     check_gguf(file, head, record["kind"])
 

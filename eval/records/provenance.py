@@ -49,6 +49,8 @@ class Provenance(Part):
     data: TrainingData = TrainingData()
     steps: int | None = None
     """Steps of the whole run."""
+    serve: list[str] | None = None
+    """The engines that it was trained for."""
     step: int | None = None
     """The step at which the head was kept."""
     tokens: int | None = None

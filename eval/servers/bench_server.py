@@ -53,11 +53,6 @@ from heads.targets.frozen_target import FrozenTarget
 from heads.targets.hub import is_here
 from heads.targets.target_files import load_tokenizer
 
-DRAFT_OPTIONS = {
-    "vLLM": "--speculative-config",
-    "SGLang": "--speculative-algorithm",
-    "llama.cpp": "--spec-type and -md",
-}
 WAVES = 4
 """Prompts of a group for each request in flight, at a concurrency above 1."""
 
@@ -148,8 +143,7 @@ def bench_server(options: argparse.Namespace, settings: BenchSettings, journal: 
 
 async def open_servers(options: argparse.Namespace) -> tuple[EngineServer, EngineServer | None]:
     server = await EngineServer.open(options.server)
-    if not server.depth:
-        raise server.error(f"does not speculate; start it with {DRAFT_OPTIONS[server.engine]}")
+    server.need_draft()
     if not options.plain_server:
         return server, None
     plain = await EngineServer.open(options.plain_server)

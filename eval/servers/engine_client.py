@@ -30,6 +30,11 @@ from heads.core.errors import UserError
 from heads.targets.frozen_target import FrozenTarget
 
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "llamacpp": "llama.cpp"}
+DRAFT_OPTIONS = {
+    "vLLM": "--speculative-config",
+    "SGLang": "--speculative-algorithm",
+    "llama.cpp": "--spec-type and -md",
+}
 SECONDS = 600.0
 """Time limit of the next piece of an answer."""
 LATE_SECONDS = 2.0
@@ -65,6 +70,8 @@ class Answer:
     """False if the pieces cannot be all tokens: the server keeps some back, and their times are not known."""
     rounds: list[int] = field(default_factory=list)
     """Number of rounds by accepted draft tokens, if the server says it with the answer."""
+    accepted: int = 0
+    """Accepted draft tokens, if llama-server says it with the answer."""
 
     @property
     def decoded(self) -> int:
@@ -96,6 +103,8 @@ class EngineServer:
     version: str = ""
     depth: int = 0
     """Number of draft tokens in a round; 0 for a server that does not speculate."""
+    properties: dict[str, Any] = field(default_factory=dict)
+    """What a llama-server says of its model (/props, and `meta` of its card)."""
 
     @classmethod
     async def open(cls, url: str) -> Self:
@@ -121,12 +130,12 @@ class EngineServer:
             if info.get("speculative_algorithm"):
                 server.depth = steps or (info.get("speculative_num_draft_tokens") or 1) - 1
         else:
-            await server.open_llamacpp()
+            await server.open_llamacpp(card.get("meta") or {})
         return server
 
-    async def open_llamacpp(self) -> None:
+    async def open_llamacpp(self, meta: dict[str, Any]) -> None:
         """Read the properties of a llama-server. Its counters by position come with the first draft."""
-        properties = await self.client.send("/props")
+        properties = self.properties = meta | await self.client.send("/props")
         defaults = properties.get("default_generation_settings") or {}
         self.version = str(properties.get("build_info"))
         self.root = str(properties.get("model_path") or self.root)
@@ -152,6 +161,10 @@ class EngineServer:
 
     def error(self, what: str) -> UserError:
         return self.client.error(what)
+
+    def need_draft(self) -> None:
+        if not self.depth:
+            raise self.error(f"does not speculate; start it with {DRAFT_OPTIONS[self.engine]}")
 
     async def counters(self) -> Counter[str]:
         """Return the server's counters, each summed over its labels: drafts, tokens generated, and by its position how
@@ -221,7 +234,7 @@ class EngineServer:
         if self.engine == "SGLang":
             body["return_spec_tokens_details"] = True
         path = "/v1/completions" if prompt.ids else "/v1/chat/completions"
-        body |= {"prompt": list(prompt.ids)} if prompt.ids else _chat(prompt)
+        body |= {"prompt": list(prompt.ids)} if prompt.ids else chat_body(prompt)
         answer = Answer(sent=time.perf_counter())
         async for event in self.client.stream(path, body, SECONDS, remedy):
             for choice in event.get("choices") or ():
@@ -267,9 +280,10 @@ class EngineServer:
             "repeat_last_n": -1,
             "samplers": ["penalties", "temperature", "top_k", "top_p", "min_p"],  # it would cool what the filters left
             "return_tokens": True,
+            "cache_prompt": False,
         }
         path = "/completion" if prompt.ids else "/v1/chat/completions"
-        body |= {"prompt": list(prompt.ids)} if prompt.ids else _chat(prompt)
+        body |= {"prompt": list(prompt.ids)} if prompt.ids else chat_body(prompt)
         sent = time.perf_counter()
         reply = await self.client.send(path, body, SECONDS)
         now = time.perf_counter()
@@ -277,6 +291,7 @@ class EngineServer:
         if not timings.get("predicted_n"):
             raise self.error(f"{path}: an answer without a token or a count; fix the server, and measure again")
         answer = Answer(sent, reply.get("tokens") or [], timings["predicted_n"])
+        answer.accepted = timings.get("draft_n_accepted", 0)
         answer.text = (
             reply.get("content") or ((reply.get("choices") or [{}])[0].get("message") or {}).get("content") or ""
         )
@@ -300,7 +315,7 @@ class EngineServer:
         )
 
 
-def _chat(prompt: Prompt) -> dict[str, Any]:
+def chat_body(prompt: Prompt) -> dict[str, Any]:
     body: dict[str, Any] = {"messages": list(prompt.messages)}
     if prompt.arguments:
         body["chat_template_kwargs"] = dict(prompt.arguments)

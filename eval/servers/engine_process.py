@@ -9,7 +9,6 @@ import os
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,32 +19,6 @@ ENVIRONMENTS = Path(__file__).resolve().parents[2] / ".engines"
 INSIDE = Path(__file__).parent / "inside"
 SECONDS = 600.0
 """Time limit of an engine's start, and of all its answers."""
-
-
-@dataclass
-class EngineAnswer:
-    """An engine's answer to one prompt, and what the engine counted of it. What it does not count is None."""
-
-    tokens: list[int]
-    rounds: int | None = None
-    """Passes that verified drafts."""
-    drafted: int | None = None
-    accepted: int | None = None
-    by_position: list[int] | None = None
-    """By position: rounds that accepted a draft token there."""
-    ended: bool = False
-    """True if the engine says that the answer ended by itself."""
-
-
-@dataclass
-class EngineAnswers:
-    """An engine's answers to all prompts."""
-
-    engine: str
-    """Name and version."""
-    answers: list[EngineAnswer]
-    facts: dict[str, str] = field(default_factory=dict)
-    """What the engine says of its target and of its settings."""
 
 
 def variable_of(name: str) -> str:

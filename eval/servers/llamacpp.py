@@ -1,37 +1,27 @@
-"""llama.cpp: conversion of targets and heads into GGUF files, and a client of its server.
+"""Conversion of targets and heads into GGUF files by llama.cpp's converter (of build 11434), and their check."""
 
-Read by build 11549's names (xllamacpp 2026.10.11549) and the converter of build 11434: `/completion`, `/props`,
-`/metrics`. A request of one new token is never drafted for, so it shows what the server's target alone would choose.
-"""
-
-import asyncio
-import math
+import hashlib
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eval.data.prompts import Prompt
-from eval.servers.engine_process import EngineAnswer, need_python, run_inside
-from eval.servers.openai_client import ServerClient
+import numpy
+import torch
+
+from eval.servers.engine_process import need_python, run_inside
+from heads.core.engines import LLAMACPP
 from heads.core.errors import UserError
-
-COUNTER = re.compile(r"^llamacpp:spec_decode_num_(\w+?)_total(?:\{position=\"(\d+)\"\})? (\S+)$", re.MULTILINE)
-METHODS = {"eagle3": "eagle3", "dflash": "dflash", "dflash2": "dflash", "dspark": "dspark", "draft": "simple"}
-"""Name of a kind's method in --spec-type, after `draft-`."""
-LIKELIEST = 5
-"""Tokens whose log-probabilities are asked for."""
-SECONDS = 600.0
+from heads.formats.engine_folder import Setting
+from heads.registry import HEADS
 
 
-@dataclass(frozen=True)
-class Step:
-    """What a server's target, without a draft, makes of a text so far."""
-
-    choice: int
-    log_probabilities: dict[int, float]
-    """Of the likeliest tokens."""
+def spec_type(kind: str) -> str:
+    """Return what the printed command names a kind's method in --spec-type, after `draft-`."""
+    make = HEADS[kind].format.readers.get(LLAMACPP)
+    if make is None:
+        raise UserError(f"{LLAMACPP} has no method for heads of kind {kind}; take another head")
+    (name,) = re.findall(r"--spec-type draft-(\w+)", make(Setting(), {}))
+    return str(name)
 
 
 def converter_of(python: Path) -> Path:
@@ -60,119 +50,44 @@ def convert(folder: str, file: Path, *, target: str | None = None, dtype: str = 
     return "unknown tokenizer" not in said
 
 
-class LlamaServer:
-    """A client of one server, asked one request at a time."""
-
-    def __init__(self, url: str, runner: asyncio.Runner) -> None:
-        self.client = ServerClient(url, retries=0)
-        self._runner = runner
-        cards = self._runner.run(self.client.models())
-        if not cards or cards[0].get("owned_by") != "llamacpp":
-            owner = cards[0].get("owned_by") if cards else "nobody"
-            raise self.client.error(f"expected llama.cpp's server, this one is by {owner}; name its own --engine")
-        self.meta: dict[str, Any] = cards[0].get("meta") or {}
-        self.props: dict[str, Any] = self.send("/props")
-        self.context = int(self.props["default_generation_settings"]["n_ctx"])
-        self.ftype = str(self.props.get("model_ftype") or self.meta.get("ftype") or "")
-
-    def send(self, path: str, body: Any = None, reply: type = object) -> Any:
-        return self._runner.run(self.client.send(path, body, SECONDS, reply=reply))
-
-    def close(self) -> None:
-        self._runner.run(self.client.aclose())
-
-    def error(self, what: str) -> UserError:
-        return self.client.error(what)
-
-    def counters(self) -> tuple[int, int, int, list[int]]:
-        """Return the server's rounds, draft tokens and accepted ones, and these by position."""
-        totals: dict[str, int] = {}
-        positions: dict[int, int] = {}
-        for name, position, value in COUNTER.findall(self.send("/metrics", reply=str)):
-            if position:
-                positions[int(position)] = int(float(value))
-            else:
-                totals[name] = int(float(value))
-        if "drafts" not in totals:
-            raise self.error("/metrics has no counters of drafts; start a newer llama-server with --metrics")
-        by_position = [positions[n] for n in sorted(positions)]
-        return totals["drafts"], totals["draft_tokens"], totals["accepted_tokens"], by_position
-
-    def complete(self, ids: Sequence[int], new_tokens: int, **options: Any) -> dict[str, Any]:
-        body = {
-            "prompt": list(ids),
-            "n_predict": new_tokens,
-            "temperature": 0.0,
-            "samplers": ["temperature"],
-            "repeat_penalty": 1.0,
-            "return_tokens": True,
-            **options,
-        }
-        reply: dict[str, Any] = self.send("/completion", body)
-        return reply
-
-    def answer(self, ids: Sequence[int], new_tokens: int) -> EngineAnswer:
-        """Return a greedy answer with the server's counts of it."""
-        before = self.counters()
-        reply = self.complete(ids, new_tokens, cache_prompt=False)
-        after = self.counters()
-        by_position = [now - then for now, then in zip(after[3], [*before[3], *[0] * len(after[3])], strict=False)]
-        rounds, drafted, accepted = (now - then for now, then in zip(after[:3], before[:3], strict=True))
-        said = reply.get("timings", {}).get("draft_n", 0)
-        if said != drafted:
-            raise self.error(
-                f"counts {drafted} draft tokens in a request that had {said}; measure it while it has no other requests"
-            )
-        return EngineAnswer(reply["tokens"], rounds, drafted, accepted, by_position, reply.get("stop_type") == "eos")
-
-    def plain_steps(self, ids: Sequence[int], text: Sequence[int]) -> list[Step]:
-        """Return what the target alone makes of a text before each of its tokens."""
-        steps = []
-        for n in range(len(text)):
-            reply = self.complete([*ids, *text[:n]], 1, n_probs=LIKELIEST, cache_prompt=True)
-            (found,) = reply["completion_probabilities"][:1]
-            likeliest = {token["id"]: token["logprob"] for token in found["top_logprobs"]}
-            steps.append(Step(found["id"], likeliest))
-        return steps
-
-    def ids_of(self, prompt: Prompt) -> list[int]:
-        """Return the token ids that the server makes of a prompt: of a chat by its own template."""
-        text = prompt.text
-        if prompt.messages:
-            body = {"messages": list(prompt.messages), "chat_template_kwargs": dict(prompt.arguments)}
-            text = self.send("/apply-template", body)["prompt"]
-        reply = self.send("/tokenize", {"content": text, "add_special": True, "parse_special": True})
-        return [int(token) for token in reply["tokens"]]
-
-
 def check_gguf(file: Path, head: Any, kind: str) -> None:
-    """Raise UserError unless a GGUF file holds a head: its layers of the target, its options, and every value."""
-    found = metadata(file)
-    tensors = found.pop("tensors")
-    config = head.config
-    named = {"block_size": "block_size", "causal": "attention.causal", "selector_top_k": "selector_top_k"}
-    named |= {name: name for name in ("norm_before_fc", "norm_before_residual", "selector_rank", "conv_kernel_size")}
-    prefix = "eagle3" if kind == "eagle3" else "dflash"
-    expected = {f"{prefix}.{name}": getattr(config, ours) for ours, name in named.items() if hasattr(config, ours)}
-    expected[f"{prefix}.target_layers"] = list(head.aux_layer_ids)
-    for name, value in expected.items() if kind != "draft" else ():
-        if found.get(name) != value:
-            raise UserError(f"{file.name}: {name}: the converter wrote {found.get(name)}, the head has {value}")
-    ours = sum(value.numel() for name, value in head.to_checkpoint().items() if name != "t2d")
-    theirs = sum(math.prod(shape) for name, shape in tensors.items() if not name.startswith("rope_"))
-    if ours != theirs:
-        raise UserError(
-            f"{file.name}: the converter wrote {theirs:,} of the head's {ours:,} values; serve it elsewhere"
-        )
-
-
-def metadata(file: Path) -> dict[str, Any]:
-    """Return a GGUF file's metadata, and under `tensors` the shape of each tensor as torch has it."""
+    """Raise UserError unless a GGUF file in float32 holds a head: its layers of the target, its options, and every
+    value. Of a draft model, whose values the converter may change, only their number is compared."""
     try:
         from gguf import GGUFReader
     except ImportError:
         raise UserError("a GGUF file is read back with gguf; pip install gguf") from None
     reader = GGUFReader(file)
-    found: dict[str, Any] = {name: field.contents() for name, field in reader.fields.items()}
-    found["tensors"] = {tensor.name: tuple(int(n) for n in reversed(tensor.shape)) for tensor in reader.tensors}
-    return found
+    tensors = {tensor.name: tensor.data for tensor in reader.tensors if not tensor.name.startswith("rope_")}
+    ours = {name: value.clone() for name, value in head.to_checkpoint().items() if name != "t2d"}
+    if kind == "draft":
+        own = sum(value.numel() for value in ours.values())
+        number = sum(value.size for value in tensors.values())
+        if own != number:
+            raise UserError(f"{file.name}: the converter wrote {number:,} of {own:,} values; serve the head elsewhere")
+        return
+    config = head.config
+    named = {"block_size": "block_size", "causal": "attention.causal", "selector_top_k": "selector_top_k"}
+    named |= {name: name for name in ("norm_before_fc", "norm_before_residual", "selector_rank", "conv_kernel_size")}
+    prefix = "eagle3" if kind == "eagle3" else "dflash"
+    expected = {f"{prefix}.{name}": getattr(config, own) for own, name in named.items() if hasattr(config, own)}
+    expected[f"{prefix}.target_layers"] = list(head.aux_layer_ids)
+    for name, value in expected.items():
+        found = reader.fields[name].contents() if name in reader.fields else None
+        if found != value:
+            raise UserError(f"{file.name}: {name}: the converter wrote {found}, the head has {value}")
+    if "d2t" in ours:  # which llama.cpp has as ids
+        ours["d2t"] += torch.arange(len(ours["d2t"]))
+    whole = {name: value.float() if value.is_floating_point() else value for name, value in ours.items()}
+    digests = {name: digest(value.cpu().numpy()) for name, value in whole.items()}
+    theirs = {name: digest(value) for name, value in tensors.items()}
+    lost = [name for name, value in digests.items() if value not in theirs.values()]
+    added = [name for name, value in theirs.items() if value not in digests.values()]
+    if lost or added:
+        changed = ", ".join(lost or added)
+        raise UserError(f"{file.name}: the converter dropped or changed {changed}; serve the head elsewhere")
+
+
+def digest(values: Any) -> str:
+    """Return a hash of an array's values in any order: the converter reorders the rows of queries and keys."""
+    return hashlib.sha256(numpy.sort(values.ravel() + 0).tobytes()).hexdigest()

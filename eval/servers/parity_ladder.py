@@ -12,20 +12,33 @@ Only greedy texts are compared. Engines count differently; `Counting` says how.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
-
-from eval.runtime.engine import Engine, EngineOptions, Output, Request
-from eval.servers.engine_process import EngineAnswer
-from eval.servers.llamacpp import Step
-from eval.servers.rounded_target import CACHES, log_probabilities, round_cache
+from eval.core.progress import Progress
+from eval.runtime.engine import Engine, EngineOptions, Request
+from eval.runtime.near_ties import FAR, find_mismatches, first_difference
+from eval.servers.parity_counts import (
+    COUNTING,
+    Asked,
+    EngineAnswer,
+    count_distance,
+    counted,
+    counts_of,
+    cut,
+    same_text,
+    tau,
+    totals,
+)
+from eval.servers.rounded_target import AS_HERE, Precision, Probe, distance_of, likeliest_gap, precisions, round_cache
+from heads.blocks.backbone import DraftBlockHead
 from heads.core.contract import Drafter
+from heads.core.errors import UserError, first_line
 from heads.core.tree import parse_shape
 from heads.parts.head_shape import low_middle_high
 from heads.registry import HEADS, kind_of
 from heads.targets.frozen_target import FrozenTarget
+from heads.targets.load import load_target
 
 DROPPED = {
     "norm_output": (),
@@ -35,28 +48,19 @@ DROPPED = {
     "sliding_window": (),
 }
 """Settings of EAGLE-3 heads that a reader may drop without a word, with the beginnings of their tensors' names."""
-
-
-@dataclass(frozen=True)
-class Counting:
-    """How an engine counts the rounds of an answer."""
-
-    clips: bool = False
-    """Drafts are cut to what the answer may still hold beside the bonus token; a pass without a draft is no round."""
-    counts_last: bool = True
-    """False: accepted tokens of an answer's last round are not counted."""
-    by_position: bool = True
-    drafted: bool = True
-    drafts_first: bool = False
-    """The answer's first token is drafted, too, so that rounds begin elsewhere."""
-
-
-COUNTING = {
-    "llama.cpp": Counting(clips=True),
-    "vllm": Counting(),
-    "openvino": Counting(counts_last=False, by_position=False, drafted=False),
-    "mlx": Counting(clips=True, by_position=False, drafted=False, drafts_first=True),
-}
+CHECKED = 16
+"""Tokens that show whether an engine runs the target."""
+ROUNDING = 1e-4
+"""Root mean square of differences of log-probabilities that two implementations in float32 have."""
+HALF = 5e-3
+"""The same of two implementations, one of which computes in 16 bits."""
+SIXTEEN = "it computes in 16 bits, as attention does with llama-server's default KV cache (f16)"
+SHARED = 0.95
+"""A precision is the engine's if it leaves less than this fraction of the differences: any other would add to them."""
+REPRODUCED = 0.3
+"""A cause is the engine's if it leaves at most this fraction of the differences in counts."""
+FOREIGN = 2.0
+"""An engine whose choices are less likely than this, in nats, by the median, runs another model."""
 
 
 @dataclass
@@ -69,7 +73,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Cause:
-    """A way in which an engine may run another head or target than this runtime, and how it is tried here."""
+    """A way in which an engine may run another head than this runtime, and how it is tried here."""
 
     name: str
     """In a sentence: `norm_output was dropped`."""
@@ -90,56 +94,56 @@ class Ladder:
     """Name in options."""
     prompts: Sequence[Sequence[int]]
     new_tokens: int
-    answers: Sequence[EngineAnswer]
-    engine_depth: int | None = None
-    """Draft tokens in a round, if the engine says."""
-    rounded: "Precision | None" = None
+    asked: Asked
+    precision: Precision = AS_HERE
     """Precision of the engine's target that the second step found."""
     lines: list[str] = field(default_factory=list)
     """What each step found."""
 
     def run(self, head: Drafter | None = None, depth: int | None = None) -> Run:
         """Decode all prompts here, as the engine counts."""
-        head = head or self.head
         depth = depth or self.depth
-        rounded = self.rounded or Precision("")
-        engine = Engine(rounded.target or self.target, head, self.options(depth))
-        if rounded.cache:
-            round_cache(engine, rounded.cache)
+        engine = Engine(self.precision.target or self.target, head or self.head, self.options(depth))
+        round_cache(engine, self.precision.cache)
         requests = [Request(list(ids), self.new_tokens + depth, ignore_eos=True) for ids in self.prompts]
         outputs = engine.generate(requests)
         texts = [cut(output.tokens, self.new_tokens, self.target.eos_token_ids) for output in outputs]
-        counting = COUNTING[self.engine]
-        if self.engine == "openvino" and kind_of(self.head) != "eagle3":
-            counting = replace(counting, counts_last=True)
+        counting = COUNTING.get(f"{self.engine} {kind_of(self.head)}", COUNTING[self.engine])
         pairs = zip(outputs, texts, strict=True)
         return Run(texts, [counted(output, text, depth, self.new_tokens, counting) for output, text in pairs])
 
-    def options(self, depth: int) -> EngineOptions:
+    def options(self, depth: int = 0) -> EngineOptions:
         longest = max(map(len, self.prompts)) + self.new_tokens + 2 * depth + 2
         shape = parse_shape(f"chain:{depth}") if depth else EngineOptions(max_length=1).shape
         return EngineOptions(shape=shape, max_length=min(longest, self.target.context_length))
 
+    def plain(self) -> Engine:
+        return Engine(self.target, None, self.options())
+
     def plain_texts(self) -> list[list[int]]:
         requests = [Request(list(ids), self.new_tokens) for ids in self.prompts]
-        return [output.tokens for output in Engine(self.target, None, self.options(0)).generate(requests)]
+        return [output.tokens for output in self.plain().generate(requests)]
 
-    # The third step
+    def by_rounding(self, prompt: Sequence[int], text: Sequence[int]) -> bool:
+        """Return True if a text parts from the target's only where two tokens are as likely."""
+        request = Request(list(prompt), self.new_tokens, ignore_eos=True)
+        (mismatches,) = find_mismatches(self.target, [(request, text)])
+        return all(mismatch.is_within(FAR) for mismatch in mismatches)
 
     def causes(self) -> Iterator[Cause]:
         """Yield what the engine may have made of the head."""
-        config, kind = self.head.config, kind_of(self.head)  # type: ignore[attr-defined]
+        head: Any = self.head
         drops: dict[str, Any] = {}
         names: list[str] = []
-        for name, prefixes in DROPPED.items() if kind == "eagle3" else ():
-            if getattr(config, name, None):
+        for name, prefixes in DROPPED.items() if kind_of(head) == "eagle3" else ():
+            if getattr(head.config, name, None):
                 value = None if name == "sliding_window" else False
                 drops[name] = value
                 names += prefixes
                 yield Cause(f"{name} was dropped", "the conversion", self.variant({name: value}, prefixes))
         if len(drops) > 1:
-            yield Cause(f"{' and '.join(drops)} were dropped", "the conversion", self.variant(drops, tuple(names)))
-        ids = list(self.head.aux_layer_ids)
+            yield Cause(f"{' and '.join(drops)} were dropped", "the conversion", self.variant(drops, names))
+        ids = list(head.aux_layer_ids)
         layers = self.target.num_layers
         others = {
             "its layers are one too deep": [k + 1 for k in ids],
@@ -147,153 +151,238 @@ class Ladder:
             "the default layers took the place of its own": list(low_middle_high(layers)),
         }
         for name, other in others.items() if ids else ():
-            if other != ids and len(other) == len(ids) and min(other) >= 0 and max(other) <= layers:
-                for dropped, prefixes in [({}, ()), *([(drops, tuple(names))] if drops else [])]:
-                    also = f", and {' and '.join(drops)} dropped" if dropped else ""
-                    change = {"aux_layer_ids": other, **dropped}
-                    yield Cause(f"{name}, {other} for {ids}{also}", "the engine", self.variant(change, prefixes))
-        if getattr(config, "causal", None) is not None:
-            yield Cause("causal was misread", "the conversion", self.variant({"causal": not config.causal}, ()))
-        for depth in [self.engine_depth] if self.engine_depth else range(1, self.depth):
+            if other == ids or len(other) != len(ids) or min(other) < 0 or max(other) > layers:
+                continue
+            words = f"{name}, {other} for {ids}"
+            yield Cause(words, "the engine", self.variant({"aux_layer_ids": other}))
+            if drops:
+                both = self.variant({"aux_layer_ids": other, **drops}, names)
+                yield Cause(f"{words}, and {' and '.join(drops)} dropped", "the engine", both)
+        if isinstance(head, DraftBlockHead):
+            changed = self.variant({"causal": not head.config.causal})
+            yield Cause("causal was misread", "the conversion", changed)
+            yield Cause("the first layer's norm of keys is applied in every layer", "the engine", self.one_norm_of_keys)
+        depths = [self.asked.depth] if self.asked.depth else range(1, self.depth)
+        for depth in depths:
             if depth != self.depth:
                 yield Cause(f"it drafts {depth} tokens a round, not {self.depth}", "the engine", depth=depth)
 
-    def variant(self, changes: dict[str, Any], dropped: tuple[str, ...]) -> Callable[[], Drafter]:
-        """Return a function that makes the head with other settings, without some tensors."""
+    def variant(self, changes: dict[str, Any], dropped: Sequence[str] = ()) -> Callable[[], Drafter]:
+        """Return a function that makes the head with other settings, without the tensors whose names begin so."""
 
         def make() -> Drafter:
             head: Any = self.head
-            weights = {
-                name: value for name, value in head.to_checkpoint().items() if not name.startswith(dropped or ("\0",))
-            }
+            whole = head.to_checkpoint()
+            weights = {name: value for name, value in whole.items() if not name.startswith(tuple(dropped))}
             config = head.config.model_dump(mode="json") | changes
             made: Any = HEADS[kind_of(head)].head.from_checkpoint(config, weights)
             return made.to(device=self.target.device, dtype=self.target.dtype).eval()  # type: ignore[no-any-return]
 
         return make
 
+    def one_norm_of_keys(self) -> Drafter:
+        """Return a head of blocks that norms the keys of the context in every layer as in the first: so does vLLM
+        0.32's kernel for CPUs."""
+        head: Any = self.variant({})()
+        extend = head.extend
+
+        def changed(state: Any, observation: Any) -> None:
+            attentions = [layer.self_attn for layer in state.head.layers]
+            norms = [attention.k_norm for attention in attentions]
+            for attention in attentions:
+                attention.k_norm = norms[0]
+            extend(state, observation)
+            for attention, norm in zip(attentions, norms, strict=True):
+                attention.k_norm = norm
+
+        head.extend = changed
+        return head  # type: ignore[no-any-return]
+
     def other_texts(self, run: Run) -> int:
         """Return how many texts differ from the engine's. No head changes them."""
-        return sum(not same_text(text, answer) for text, answer in zip(run.texts, self.answers, strict=True))
+        return sum(not same_text(text, answer) for text, answer in zip(run.texts, self.asked.answers, strict=True))
 
     def distance(self, run: Run) -> int:
         """Return by how much the counts of equal texts differ from the engine's."""
         if COUNTING[self.engine].drafts_first:
             return 0
-        each = zip(run.texts, run.counts, self.answers, strict=True)
+        each = zip(run.texts, run.counts, self.asked.answers, strict=True)
         return sum(count_distance(count, answer) for text, count, answer in each if same_text(text, answer))
 
+    def is_equal(self, run: Run) -> bool:
+        return self.distance(run) == self.other_texts(run) == 0
 
-def same_text(text: Sequence[int], answer: EngineAnswer) -> bool:
-    """Return True for equal texts. Some engines leave out the token that ended a text."""
-    return list(text) == answer.tokens or (answer.ended and list(text[:-1]) == answer.tokens)
-
-
-def count_distance(ours: EngineAnswer, theirs: EngineAnswer) -> int:
-    """Return by how much two counts of an answer differ, in what both count."""
-    distance = 0
-    for name in ("rounds", "drafted", "accepted"):
-        one = getattr(ours, name)
-        other = getattr(theirs, name)
-        if one is not None and other is not None:
-            distance += abs(one - other)
-    if ours.by_position is not None and theirs.by_position is not None:
-        width = max(len(ours.by_position), len(theirs.by_position))
-        padded = [[*counts, *[0] * (width - len(counts))] for counts in (ours.by_position, theirs.by_position)]
-        distance += sum(abs(one - other) for one, other in zip(*padded, strict=True))
-    return distance
+    def agreement(self, run: Run) -> str:
+        pairs = list(zip(run.texts, run.counts, self.asked.answers, strict=True))
+        texts = sum(same_text(text, answer) for text, _, answer in pairs)
+        both = sum(same_text(text, answer) and not count_distance(count, answer) for text, count, answer in pairs)
+        return f"{texts} of {len(pairs)} texts are the engine's, {both} with its counts"
 
 
-def cut(tokens: Sequence[int], new_tokens: int, ends: Sequence[int]) -> list[int]:
-    """Return a text up to its first end token, or to its limit."""
-    end = next((n for n, token in enumerate(tokens[:new_tokens]) if token in ends), new_tokens - 1)
-    return list(tokens[: end + 1])
-
-
-def counted(output: Output, text: Sequence[int], depth: int, new_tokens: int, counting: Counting) -> EngineAnswer:
-    """Return the counts of a text as an engine counts them. `output` goes on beyond the text's end, so that the last
-    round is whole."""
-    start = 1  # tokens before a round
-    rounds = drafted = total = 0
-    by_position = [0] * depth
-    for accepted in output.accepted:
-        if start >= len(text):
-            break
-        drafts = min(depth, new_tokens - start - 1) if counting.clips else depth
-        kept = min(accepted, drafts)
-        is_last = start + accepted + 1 >= len(text)
-        if drafts > 0:
-            rounds += 1
-            drafted += drafts
-        if counting.counts_last or not is_last:
-            total += kept
-            for position in range(kept):
-                by_position[position] += 1
-        start += accepted + 1
-    return EngineAnswer(
-        list(text),
-        rounds,
-        drafted if counting.drafted else None,
-        total,
-        by_position if counting.by_position else None,
+def climb(ladder: Ladder, other_ids: str | None = None) -> tuple[Run, str]:
+    """Return the run here, and the answer: the head, the template, the conversion or the engine. `other_ids`: how the
+    ids that the engine makes of the prompts differ."""
+    answers = ladder.asked.answers
+    with Progress("decoding here", announced=True):
+        own = ladder.run()
+    ours = tau(own.counts)
+    theirs = tau(answers)
+    ladder.lines += [ladder.agreement(own), f"here: {totals(own.counts)}; engine: {totals(answers)}"]
+    fault = check_plain(ladder, own)
+    if not ladder.is_equal(own):
+        if not sum(answer.drafted or answer.accepted or 0 for answer in answers):
+            return own, f"the engine: it drafts nothing: its draft does not fit its target; here tau is {ours:.2f}"
+        return own, find_cause(ladder, own, fault)
+    although = f", although {fault}" if fault else ""
+    if other_ids is not None:
+        return own, f"the template: {other_ids}; with this runtime's ids tau is {ours:.2f} in both{although}"
+    if abs(ours - theirs) < 0.005:
+        return own, f"the head: tau {ours:.2f} in both{although}"
+    return (
+        own,
+        f"the head: the same texts, tau {ours:.2f} here and {theirs:.2f} there, where the first token is drafted",
     )
 
 
-def tau(answers: Sequence[EngineAnswer]) -> float:
-    """Return tokens per pass: each token that is not an accepted draft token costs one."""
-    decoded = sum(len(answer.tokens) - 1 for answer in answers)
-    accepted = sum(answer.accepted or 0 for answer in answers)
-    return decoded / max(decoded - accepted, 1)
+# 2. The engine without a draft
 
 
-# The second step
+def check_plain(ladder: Ladder, own: Run) -> str | None:
+    """Compare the engine without a draft with this runtime. Return what is wrong with its target, if anything is, and
+    set the precision that explains it. If texts and counts are equal, a few tokens suffice."""
+    asked = ladder.asked
+    if asked.steps is None:
+        return None if asked.plain is None else compare_plain(ladder, asked.plain)
+    texts = [text[:CHECKED] for text in own.texts] if ladder.is_equal(own) else ladder.plain_texts()
+    options = ladder.options()
+    probes: list[Probe] = []
+    with Progress("asking without a draft: text", len(texts)) as progress:
+        for prompt, text in zip(ladder.prompts, texts, strict=True):
+            probes.append((prompt, text, asked.steps(prompt, text)))
+            progress.advance()
+            if len(probes) == 1 and likeliest_gap(ladder.target, options, probes[0]) > FOREIGN:
+                raise UserError(
+                    f"{asked.engine} serves another model than {ladder.target.name}: it chooses unlikely tokens; serve "
+                    "the target"
+                )
+    same = sum([step.choice for step in steps] == list(text) for _, text, steps in probes)
+    kind = asked.facts.get("weights", "")
+    quantised = kind not in ("", "all F32", "F32")
+    base = least = distance_of(ladder.target, options, AS_HERE, probes)
+    best = AS_HERE
+    if base > ROUNDING:
+        weights = weights_of(asked, ladder.target) if quantised else None
+        with Progress("trying precisions here", announced=True):
+            for precision in precisions(kind, weights):
+                distance = distance_of(ladder.target, options, precision, probes)
+                if distance < min(least, SHARED * base):
+                    least = distance
+                    best = precision
+    ladder.precision = best
+    ladder.lines.append(
+        f"without a draft: {same} of {len(texts)} texts are this runtime's; log-probabilities differ by {base:.1e} "
+        "(root mean square)" + (f", by {least:.1e} where {best.name}" if best.name else "")
+    )
+    if best.name:
+        return best.name
+    if quantised:
+        return f"its target's weights are {kind}"
+    if base > HALF:
+        return "its target computes less precisely than in float32"
+    return SIXTEEN if base > ROUNDING else None
 
 
-@dataclass(frozen=True)
-class Precision:
-    """A way in which an engine's target may be less precise than this runtime's."""
-
-    name: str
-    """In a sentence: `its KV cache is in 8 bits (q8_0)`."""
-    cache: str | None = None
-    target: FrozenTarget | None = None
-
-
-def precisions(ftype: str, weights: FrozenTarget | None) -> Iterator[Precision]:
-    """Yield what may be wrong with an engine's target. `ftype`: the types of its weights, in llama.cpp's words;
-    `weights`: these weights, if they can be read here."""
-    bits = {"f16": "16 bits (f16)", "q8_0": "8 bits (q8_0)", "q4_0": "4 bits (q4_0)"}
-    for cache in CACHES:
-        yield Precision(f"its KV cache is in {bits[cache]}", cache)
-    if weights is not None:
-        yield Precision(f"its target's weights are {ftype}", None, weights)
-        for cache in CACHES:
-            name = f"its target's weights are {ftype}, and its KV cache is in {bits[cache]}"
-            yield Precision(name, cache, weights)
+def weights_of(asked: Asked, target: FrozenTarget) -> FrozenTarget | None:
+    """Return the target with the weights of the engine's GGUF file, if the file is here."""
+    file = asked.weights
+    if file is None or not file.is_file():
+        return None
+    try:
+        return load_target(str(file.parent), dtype=target.dtype, device=target.device, gguf_file=file.name)
+    except Exception as error:
+        raise UserError(f"{file}: its weights cannot be read here ({first_line(error)})") from error
 
 
-def distance_of(
-    target: FrozenTarget, options: EngineOptions, precision: Precision, probes: Sequence[tuple[Any, Any, list[Step]]]
-) -> float:
-    """Return the root mean square of the differences of log-probabilities between an engine, of which `probes` has
-    prompt, text and steps, and the target here with such a precision."""
-    engine = Engine(precision.target or target, None, options)
-    if precision.cache:
-        round_cache(engine, precision.cache)
-    total = 0.0
-    number = 0
-    for prompt, text, steps in probes:
-        ours = log_probabilities(engine, prompt, text)
-        for row, step in zip(ours, steps, strict=True):
-            for token, value in step.log_probabilities.items():
-                total += float(row[token] - value) ** 2
-                number += 1
-    return float((total / max(number, 1)) ** 0.5)
+def compare_plain(ladder: Ladder, theirs: Sequence[list[int]]) -> str | None:
+    """Compare plain texts. Return what is wrong with the engine's, or None: equal, or apart by rounding."""
+    near = far = 0
+    for prompt, text, other in zip(ladder.prompts, ladder.plain_texts(), theirs, strict=True):
+        if other in (text, text[:-1]):
+            continue
+        by_rounding = ladder.by_rounding(prompt, other)
+        near += by_rounding
+        far += not by_rounding
+    ladder.lines.append(
+        f"without a draft: {len(theirs) - near - far} of {len(theirs)} texts are this runtime's"
+        + (f", {near} part at a near-tie" if near else "")
+    )
+    return f"its target writes other texts on {far} prompts, by more than rounding" if far else None
 
 
-def likeliest_gap(target: FrozenTarget, options: EngineOptions, prompt: Any, text: Any, steps: Sequence[Step]) -> float:
-    """Return the median, over a text's tokens, of how much likelier the target's own choice is than the engine's, in
-    nats."""
-    ours: Tensor = log_probabilities(Engine(target, None, options), prompt, text)
-    gaps = sorted(float(row.max() - row[step.choice]) for row, step in zip(ours, steps, strict=True))
-    return gaps[len(gaps) // 2]
+# 3. With the draft
+
+
+def find_cause(ladder: Ladder, own: Run, fault: str | None) -> str:
+    """Return the answer: the cause that reproduces the engine's counts, or what is known of it. `fault`: what is wrong
+    with its target."""
+    ours = tau(own.counts)
+    theirs = tau(ladder.asked.answers)
+    first = parting(ladder, own)
+    ladder.lines.append(f"with the draft: {first}")
+    precision = ladder.precision.name
+    base = ladder.run() if precision else own
+    if precision:
+        ladder.lines.append(f"where {precision}: {ladder.agreement(base)}")
+    least = distance = ladder.distance(base)
+    named = None
+    with Progress("trying what the engine may have read", announced=True):
+        for cause in ladder.causes() if distance else ():
+            try:
+                run = ladder.run(cause.head() if cause.head else None, cause.depth)
+            except UserError:  # the head cannot be such a one
+                continue
+            if ladder.distance(run) < min(least, REPRODUCED * distance):
+                least = ladder.distance(run)
+                named = (cause, run)
+            if least == 0:
+                break
+    there = "as in the engine" if least == ladder.other_texts(base) == 0 else f"{theirs:.2f} in the engine"
+    if named is not None:
+        cause, run = named
+        ladder.lines.append(f"where {cause.name}: {ladder.agreement(run)}")
+        also = f"; besides, {fault}" if fault else ""
+        return (
+            f"{cause.by}: {cause.name}; as trained this head has tau {tau(base.counts):.2f}, so "
+            f"{tau(run.counts):.2f}, {there}{also}"
+        )
+    if precision:
+        return (
+            f"the engine: {precision}; so this head has tau {tau(base.counts):.2f} here, {there}, and {ours:.2f} at "
+            "this runtime's precision"
+        )
+    if fault is not None:
+        return f"the engine: {fault}; tau {ours:.2f} here, {theirs:.2f} there"
+    if near_ties(ladder, own):
+        return f"rounding: where texts part, two tokens are as likely; tau {ours:.2f} here, {theirs:.2f} there"
+    return f"the engine: no known behaviour reproduces its counts; tau {ours:.2f} here, {theirs:.2f} there; {first}"
+
+
+def near_ties(ladder: Ladder, own: Run) -> bool:
+    """Return True if all texts that differ part where two tokens are as likely, and the counts of the others agree."""
+    each = zip(ladder.prompts, own.texts, ladder.asked.answers, strict=True)
+    return ladder.distance(own) == 0 and all(
+        same_text(text, answer) or ladder.by_rounding(prompt, answer.tokens) for prompt, text, answer in each
+    )
+
+
+def parting(ladder: Ladder, own: Run) -> str:
+    """Return where this runtime and the engine first part."""
+    for n, (text, count, answer) in enumerate(zip(own.texts, own.counts, ladder.asked.answers, strict=True), start=1):
+        if not same_text(text, answer):
+            place = first_difference(text, answer.tokens) or 0
+            here = text[place : place + 1]
+            there = answer.tokens[place : place + 1]
+            return f"they first part in prompt {n}, at token {place}: {here} here, {there} there"
+        if count_distance(count, answer):
+            return f"they first part in prompt {n}, of equal text: {counts_of(count)} here, {counts_of(answer)} there"
+    return "they do not part"

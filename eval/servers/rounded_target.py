@@ -1,23 +1,79 @@
-"""The target as an engine with lower precision runs it: its cache rounded as llama.cpp rounds it.
+"""The target as an engine with lower precision runs it: with the weights of the engine's file, and its cache rounded as
+llama.cpp rounds it.
 
 Blocks of 32 values share a scale in 16 bits. A quantised cache holds keys and values turned by an orthonormal Hadamard
 matrix, where a head's width is a multiple of 64 (llama.cpp b11434, llama-kv-cache.cpp).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from eval.runtime.engine import Engine
+from eval.runtime.engine import Engine, EngineOptions
+from eval.servers.parity_counts import Step
 from heads.targets.cache import HFCache, KVCache
+from heads.targets.frozen_target import FrozenTarget
 
 BLOCK = 32
 TURNED = {"LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM", "InternLM3ForCausalLM"}
 """Classes whose keys llama.cpp's converter reorders: the two halves of a head alternate."""
-CACHES = ("f16", "q8_0", "q4_0")
-"""Types of caches that are tried, apart from float32."""
+CACHES = {"f16": "16 bits (f16)", "q8_0": "8 bits (q8_0)", "q4_0": "4 bits (q4_0)"}
+"""Types of caches that are tried, apart from float32, in words."""
+
+
+@dataclass(frozen=True)
+class Precision:
+    """A way in which an engine's target may be less precise than this runtime's."""
+
+    name: str = ""
+    """In a sentence: `its KV cache is in 8 bits (q8_0)`."""
+    cache: str | None = None
+    target: FrozenTarget | None = None
+
+
+AS_HERE = Precision()
+
+
+def precisions(kind: str, weights: FrozenTarget | None) -> Iterator[Precision]:
+    """Yield what may be wrong with an engine's target. `kind`: of its weights, in the engine's words; `weights`: these
+    weights, if they can be read here."""
+    for cache, bits in CACHES.items():
+        yield Precision(f"its KV cache is in {bits}", cache)
+    if weights is not None:
+        own = f"its target's weights are {kind}"
+        yield Precision(own, None, weights)
+        for cache, bits in CACHES.items():
+            yield Precision(f"{own}, and its KV cache is in {bits}", cache, weights)
+
+
+Probe = tuple[Sequence[int], Sequence[int], Sequence[Step]]
+"""A prompt, a text after it, and what an engine's target makes of the text."""
+
+
+def distance_of(target: FrozenTarget, options: EngineOptions, precision: Precision, probes: Sequence[Probe]) -> float:
+    """Return the root mean square of the differences of log-probabilities between an engine's target and the target
+    here with such a precision."""
+    engine = Engine(precision.target or target, None, options)
+    round_cache(engine, precision.cache)
+    total = 0.0
+    number = 0
+    for prompt, text, steps in probes:
+        for row, step in zip(log_probabilities(engine, prompt, text), steps, strict=True):
+            total += sum(float(row[token] - value) ** 2 for token, value in step.log_probabilities.items())
+            number += len(step.log_probabilities)
+    return float((total / max(number, 1)) ** 0.5)
+
+
+def likeliest_gap(target: FrozenTarget, options: EngineOptions, probe: Probe) -> float:
+    """Return the median, over a text's tokens, of how much likelier the target's own choice is than the engine's, in
+    nats."""
+    prompt, text, steps = probe
+    ours = log_probabilities(Engine(target, None, options), prompt, text)
+    gaps = sorted(float(row.max() - row[step.choice]) for row, step in zip(ours, steps, strict=True))
+    return gaps[len(gaps) // 2]
 
 
 def round_block(x: Tensor, kind: str) -> Tensor:
@@ -63,8 +119,10 @@ def round_states(x: Tensor, kind: str, *, alternate: bool) -> Tensor:
     return back
 
 
-def round_cache(engine: Engine, kind: str) -> None:
-    """Make an engine's target keep its keys and values as a cache of this kind does."""
+def round_cache(engine: Engine, kind: str | None) -> None:
+    """Make an engine's target keep its keys and values as a cache of this kind does. None: as they are."""
+    if kind is None:
+        return
     alternate = type(engine.target.model).__name__ in TURNED
     whole = engine.decoder.target.cache
     cache: Any = whole  # whose methods are replaced

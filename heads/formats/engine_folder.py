@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from heads.core.engines import ALL_ENGINES, ENGINES, LLAMACPP, READERS, SGLANG, VLLM, window_option
+from heads.core.engines import ALL_ENGINES, ENGINES, LLAMACPP, OPENVINO, READERS, SGLANG, VLLM, window_option
 from heads.core.tree import TreeShape, is_chain
 from heads.foreign.published_files import Reading, Source
 from heads.formats.quantized import SCALE
@@ -124,7 +124,7 @@ class Format:
     tried_settings: Mapping[str, Any] = field(default_factory=dict)
     """Settings that all heads of that run had; the sentence is of no others."""
     converters: Callable[[str, str, Mapping[str, Any]], list[str]] = lambda head, target, config: []
-    """(head, target, the head's config) -> lines on how to convert the folder into other forms."""
+    """(head, target, the head's config) -> lines on how to convert the folder, and what its own form costs."""
 
 
 # The check of a folder
@@ -381,13 +381,20 @@ def gguf_name(kind: str, head: str) -> str:
     return f"{name if name.startswith(f'{prefix}-') else f'{prefix}-{name}'}.gguf"
 
 
+OPENVINO_FOLDER = "-openvino"
+"""End of the names of exported folders."""
+
+
 def openvino(setting: Setting, config: Mapping[str, Any]) -> str:
-    """Return OpenVINO's commands: the export of target and head."""
+    """Return OpenVINO's commands: the export of target and head, and which layers the head reads."""
     target = shlex.quote(setting.target) + " --trust-remote-code" * setting.code
     export = "--task text-generation-with-past --weight-format fp32"
+    layers = ",".join(str(k - 1) for k in config["draftsmith"]["config"]["aux_layer_ids"])
+    head = shlex.quote(setting.head)
     return (
-        f"optimum-cli export openvino -m {target} {export} target-openvino\n"
-        f"optimum-cli export openvino -m {shlex.quote(setting.head)} {export} --trust-remote-code head-openvino"
+        f"optimum-cli export openvino -m {target} {export} target{OPENVINO_FOLDER}\n"
+        f"optimum-cli export openvino -m {head} {export} --trust-remote-code head{OPENVINO_FOLDER}\n"
+        f"python eval/servers/inside/openvino_layers.py head{OPENVINO_FOLDER} {layers}"
     )
 
 
@@ -400,7 +407,11 @@ NOTES = {
     LLAMACPP: (
         "the converter is in llama.cpp's sources, and takes folders",
         "without the options llama-server drafts 3 tokens; its caches have 16 bits unless -ctk f32 -ctv f32 is given",
-    )
+    ),
+    OPENVINO: (
+        "without the last command OpenVINO GenAI reads layers one too deep; openvino_genai.draft_model then takes the "
+        "folder of the head; greedy only, as its sampled drafts change the distribution",
+    ),
 }
 """What to know before a reader's command is used, for heads of any kind."""
 

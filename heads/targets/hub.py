@@ -91,6 +91,19 @@ def find_file(path: str, name: str) -> Path | None:
     return None if found is None else Path(found)
 
 
+def local_folder(path: str) -> str:
+    """Return the folder of a model that was loaded before: as it is, or that of the Hub's cache."""
+    if is_here(path):
+        return path
+    try:
+        file = find_file(path, "config.json")
+    except (OSError, ValueError):
+        file = None
+    if file is None:
+        raise UserError(f"{path}: is no folder here, and not in the Hub's cache; fetch it with `hf download {path}`")
+    return str(file.parent)
+
+
 def tokenizer_files(path: str | Path) -> dict[str, Path]:
     """Return the files of a tokenizer that lie in a folder, or in the Hub's cache of an id, by their names there."""
     folder = Path(path)

@@ -2,12 +2,15 @@
 
 import json
 import re
+import string
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, normalizers, processors
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from eval import parity
 from eval.servers.engine_process import engine_python
@@ -91,14 +94,54 @@ def test_what_makes_llama_cpp_differ_is_named(
     assert reason in answer(heads, name, "llama.cpp", tmp_path / "out", *options)
 
 
+def make_second_bos(folder: Path) -> None:
+    """Write a small random Llama whose template writes the BOS that its tokenizer adds, too, with an EAGLE-3 head."""
+    letters = ["\u2581", *string.ascii_letters, *string.digits, *"[]().,:"]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *letters]
+    model = models.BPE({token: n for n, token in enumerate(tokens)}, [], unk_token="<unk>", byte_fallback=True)
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.Replace(" ", letters[0])
+    tokenizer.decoder = decoders.Sequence([decoders.Replace(letters[0], " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
+    template = "{{ bos_token }}{% for message in messages %}[{{ message.content }}]{% endfor %}"
+    names: Any = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, chat_template=template, add_bos_token=True, add_prefix_space=False, **names
+    ).save_pretrained(folder)
+    config = LlamaConfig(
+        vocab_size=len(tokens), hidden_size=64, intermediate_size=96, num_hidden_layers=6, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.2, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        LlamaForCausalLM(config).save_pretrained(folder)
+        target = load_target(str(folder), dtype=torch.float32)
+        head = build_head("eagle3", {}, target, torch.ones(target.vocab_size))
+    save_head(head, folder / "head", target=target_record(target), dtype=torch.float32)
+
+
+def test_a_second_bos_of_a_server_is_named(tmp_path: Path) -> None:
+    if engine_python("llama.cpp") is None:
+        pytest.skip("no environment with llama.cpp (scripts/make_engine.sh llama.cpp)")
+    make_second_bos(tmp_path)
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "the sea, near 2"}]}))
+    words = [str(tmp_path / "head"), "--target", str(tmp_path), "--engine", "llama.cpp", "--tree", "chain:3"]
+    out = tmp_path / "out"
+    assert parity.main([*words, "--prompts", str(tmp_path / "chats.jsonl"), "--out", str(out)]) == 1
+    said = json.loads((out / "parity.json").read_text())["answer"]
+    assert said.startswith("the template: the server makes other ids of 1 of 1 prompts: a second BOS: 2 BOS"), said
+
+
 def test_a_gguf_file_is_read_back_whole(heads: Path, tmp_path: Path) -> None:
     if engine_python("llama.cpp") is None:
         pytest.skip("no environment with llama.cpp (scripts/make_engine.sh llama.cpp)")
-    head, file = load_head(heads / "eagle3"), tmp_path / "eagle3-head.gguf"
+    head: Any = load_head(heads / "eagle3")
+    file = tmp_path / "eagle3-head.gguf"
     assert not convert(str(heads / "eagle3"), file, target=str(TARGET), log=tmp_path / "log")  # an unknown tokenizer
     check_gguf(file, head, "eagle3")
-    other = load_head(heads / "eagle3, norm_output")
-    assert "values of the head" in refused(check_gguf, file, other, "eagle3")
+    with torch.no_grad():
+        head.norm.weight[3] += 1
+    assert "dropped or changed norm.weight; serve" in refused(check_gguf, file, head, "eagle3")
     head.aux_layer_ids = (1, 2, 3)
     assert "target_layers: the converter wrote [2, 10, 17]" in refused(check_gguf, file, head, "eagle3")
     fault = refused(convert, str(heads / "eagle3"), file, log=tmp_path / "log")

@@ -148,6 +148,7 @@ def test_a_whole_vllm_writes_the_same_text_and_accepts_the_same_drafts(
         prompts=[prompt.ids for prompt in prompts],
         new_tokens=NEW_TOKENS,
         rows=ROWS,
+        context=512,
         options={"trust_remote_code": True} if family.method == "mtp" else {},
     )
     differing = []

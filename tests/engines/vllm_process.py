@@ -33,23 +33,29 @@ def ask_vllm(folder: Path, **job: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def vllm_server(folder: Path, *options: str) -> Iterator[str]:
-    """Serve the quickstart's target for a `with` block, and give the address."""
+def vllm_server(folder: Path, *options: str, target: str = str(TARGET)) -> Iterator[str]:
+    """Serve a target for a `with` block, and give the address."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     # As `vllm serve`, which asks for the version of a package that the build for CPUs calls otherwise.
-    command = [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", str(TARGET)]
+    command = [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", target]
     command += ["--dtype", "float32", "--enforce-eager", "--distributed-executor-backend", "uni"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", "512", "--max-num-seqs", "8", *options]
-    with (folder / "vllm.log").open("w") as log:
-        server = subprocess.Popen(
-            command, cwd=folder, env=variables() | {"PYTHONPATH": str(HERE)}, stdout=log, stderr=log, process_group=0
-        )
+    with serving(command, f"http://127.0.0.1:{port}", folder) as url:
+        yield url
+
+
+@contextmanager
+def serving(command: list[str], url: str, folder: Path) -> Iterator[str]:
+    """Run the command of a server in a folder for a `with` block."""
+    with (folder / "server.log").open("w") as log:
+        own = variables() | {"PYTHONPATH": str(HERE)}
+        server = subprocess.Popen(command, cwd=folder, env=own, stdout=log, stderr=log, process_group=0)
     try:
-        url, until = f"http://127.0.0.1:{port}", time.monotonic() + SECONDS
+        until = time.monotonic() + SECONDS
         while not is_up(url):
-            assert server.poll() is None and time.monotonic() < until, (folder / "vllm.log").read_text()[-6000:]
+            assert server.poll() is None and time.monotonic() < until, (folder / "server.log").read_text()[-6000:]
             time.sleep(0.5)
         yield url
     finally:

@@ -177,6 +177,7 @@ class RunFolder:
             target={"path": absolute(target.name), **target.identity, "dtype": dtype},
             data=TrainingData.model_validate({"sources": record["data"], "sha256": data_hash}),
             steps=record["train"]["max_steps"],
+            serve=record["head"]["serve"],
         )
         write_json(self.provenance, provenance.model_dump(exclude_unset=True))
         return provenance

@@ -20,7 +20,7 @@ def main(job_file: str, result_file: str) -> None:
         speculative_config=job["speculative"],
         generation_config="vllm",  # no sampling defaults of the model's own
         max_num_seqs=job["rows"],
-        max_model_len=512,
+        max_model_len=job["context"],
         enforce_eager=True,
         enable_prefix_caching=False,
         disable_log_stats=False,

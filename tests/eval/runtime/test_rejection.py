@@ -94,6 +94,18 @@ def test_copied_chains_have_the_targets_distribution(rule: str, skipped: bool) -
         assert 1 < tokens < 4
 
 
+def expected_of_likeliest(toy: Toy, depth: int) -> float:
+    """The tokens of a round: draft token k is accepted with the target's probability of it, if all before it were."""
+    prefix = 0
+    reached = expected = 1.0
+    for p, q in zip(toy.p[:depth], toy.q[:depth], strict=True):
+        token = int(q[prefix].argmax())
+        reached *= float(p[prefix, token])
+        expected += reached
+        prefix = prefix * toy.vocab + token
+    return expected
+
+
 @pytest.mark.parametrize(
     "shape", [CHAIN, *map(parse_shape, ("static:2.2", "static:3.1", "tree:3x2x6")), UNEVEN, DEEP], ids=str
 )
@@ -104,6 +116,8 @@ def test_the_likeliest_tokens_leave_the_targets_distribution_in_any_tree(shape: 
         distribution, tokens = outcome(toy, shape, "likeliest")
         assert distance(toy, distribution, shape) < EXACT
         assert 1 + float(toy.p[0][0, toy.q[0].argmax()]) - EXACT <= tokens <= shape.depth + 1
+        if shape is CHAIN:
+            assert abs(tokens - expected_of_likeliest(toy, shape.depth)) < EXACT
 
 
 @pytest.mark.parametrize("support", [None, 2, 1])  # 1: siblings that q cannot have given

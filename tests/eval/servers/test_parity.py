@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,9 @@ import torch
 
 from eval import parity
 from eval.core.command_line import exit_status
-from eval.runtime.engine import Engine
-from eval.servers.engine_process import EngineAnswer
-from eval.servers.llamacpp import Step
-from eval.servers.parity_ladder import Cause, Counting, Ladder, counted, precisions
-from eval.servers.parity_run import Asked, climb
-from eval.servers.rounded_target import hadamard, log_probabilities, round_block, round_cache
+from eval.servers.parity_counts import Asked, Counting, EngineAnswer, Step, counted
+from eval.servers.parity_ladder import Cause, Ladder, climb
+from eval.servers.rounded_target import AS_HERE, hadamard, log_probabilities, precisions, round_block, round_cache
 from heads.registry import build_head
 from heads.targets.frozen_target import FrozenTarget
 from heads.targets.load import load_target
@@ -45,14 +43,12 @@ def eagle3(target: FrozenTarget, **settings: Any) -> Any:
         return build_head("eagle3", {"depth": 3, **settings}, target, torch.ones(target.vocab_size)).float().eval()
 
 
-def ladder(target: FrozenTarget, head: Any, answers: list[EngineAnswer] | None = None) -> Ladder:
-    return Ladder(target, head, DEPTH, "llama.cpp", PROMPTS, NEW, answers or [])
+def ladder(target: FrozenTarget, head: Any, **engine: Any) -> Ladder:
+    return Ladder(target, head, DEPTH, "llama.cpp", PROMPTS, NEW, Asked("an engine", **engine))
 
 
 def conclude(target: FrozenTarget, head: Any, answers: list[EngineAnswer], **engine: Any) -> str:
-    asked = Asked("an engine")
-    vars(asked).update(engine)
-    _, answer = climb(ladder(target, head, answers), asked, [], None)
+    _, answer = climb(ladder(target, head, answers=answers, **engine))
     return answer
 
 
@@ -95,30 +91,24 @@ def test_an_equal_engine_is_the_heads_own_figure_and_an_unknown_one_is_called_so
     assert "other texts on 1 prompts" in conclude(target, head, strange, plain=plain)
 
 
-class RoundedServer:
-    """A server whose target has another cache."""
-
-    def __init__(self, whole: Ladder, cache: str) -> None:
-        self.engine, self.ftype = Engine(whole.target, None, whole.options(0)), "all F32"
-        round_cache(self.engine, cache)
-
-    def plain_steps(self, prompt: list[int], text: list[int]) -> list[Step]:
-        rows = log_probabilities(self.engine, prompt, text)
-        return [Step(int(row.argmax()), {k: float(row[k]) for k in row.topk(5).indices.tolist()}) for row in rows]
-
-
 @pytest.mark.parametrize(("family", "cache"), [("llama", "f16"), ("llama", "q8_0"), ("olmo2", "q4_0")])
 def test_the_precision_of_an_engines_cache_is_found_from_its_probabilities(family: str, cache: str) -> None:
     """By the native decoder and by the model's own code."""
     target = make_target(family, torch.float32, head_dim=16, num_hidden_layers=8)
-    whole = Ladder(target, eagle3(target), DEPTH, "llama.cpp", [[1, 40, 50, 60]], 40, [])
-    precision = next(each for each in precisions("", None) if each.cache == cache)
-    whole.rounded = precision
-    answers, whole.rounded = whole.run().counts, None
-    whole.answers = answers
-    asked: Any = Asked("an engine", {"tokenizer": "unknown"})
-    asked.llama = RoundedServer(whole, cache)
-    _, answer = climb(whole, asked, [], None)
+    asked = Asked("an engine")
+    whole = Ladder(target, eagle3(target), DEPTH, "llama.cpp", [[1, 40, 50, 60]], 40, asked)
+    whole.precision = precision = next(each for each in precisions("", None) if each.cache == cache)
+    asked.answers = whole.run().counts
+    whole.precision = AS_HERE
+    engine = whole.plain()
+    round_cache(engine, cache)
+
+    def steps(prompt: Sequence[int], text: Sequence[int]) -> list[Step]:
+        rows = log_probabilities(engine, prompt, text)
+        return [Step(int(row.argmax()), {k: float(row[k]) for k in row.topk(5).indices.tolist()}) for row in rows]
+
+    asked.steps = steps
+    _, answer = climb(whole)
     assert precision.name in answer
 
 

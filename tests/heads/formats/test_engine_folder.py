@@ -295,6 +295,10 @@ def test_which_heads_the_engines_for_one_machine_serve(
             f"python convert_hf_to_gguf.py ann/a-head --target-model-dir org/target --outtype f32 --outfile {file}",
             f"llama-server -m target.gguf -md {file} --spec-type draft-{method} --spec-draft-n-max 4 --metrics",
         ]
+    if OPENVINO in readers:  # which numbers a layer by its output
+        layers = {"eagle3": "1,3,4", "dflash": "1,5"}[kind]
+        last = found[OPENVINO].command.splitlines()[-1]
+        assert last == f"python eval/servers/inside/openvino_layers.py head-openvino {layers}"
 
 
 @pytest.mark.parametrize(

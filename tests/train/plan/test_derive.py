@@ -23,6 +23,7 @@ from train.data.dialogues import first_turns, read_asked
 from train.entry import attempt
 from train.plan.derive import head_settings
 from train.recipe.recipe import KINDS, load_recipe
+from train.run import training_loop
 
 NUMBER = 40
 SMALL = [
@@ -116,6 +117,45 @@ def test_the_learning_rate_is_that_of_the_optimizer(words: list[str], optimizer:
     assert derived("eagle", "--plan", "--tflops", "1", *words) == 0
     train = load_recipe("runs/eagle3-target-chats/recipe.yaml").train
     assert train.optimizer == optimizer and train.lr == pytest.approx(share * 1.5 / 32, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("serve", "norms", "said"),
+    [
+        ([], False, "plain, for vllm, sglang, llama.cpp, openvino; head.serve=[vllm,sglang] adds fc_norm and norm"),
+        (["head.serve=[sglang,vllm]"], True, "with fc_norm and norm_output, for sglang, vllm"),
+        (["head.serve=[vllm,openvino]"], False, "plain, for vllm, openvino; head.serve=[vllm] adds fc_norm"),
+    ],
+)
+def test_a_head_has_the_form_that_its_engines_read(
+    serve: list[str], norms: bool, said: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert derived("eagle", "--plan", "--tflops", "1", *serve) == 0
+    head: Any = load_recipe("runs/eagle3-target-chats/recipe.yaml").head
+    assert (head.fc_norm, head.norm_output) == (norms, norms) and head.serve
+    shown = capsys.readouterr()
+    assert f"the head is {said}" in shown.out + shown.err
+
+
+@pytest.mark.parametrize(
+    ("words", "fault"),
+    [
+        (["head.serve=[llama.cpp]", "head.fc_norm=true"], "llama.cpp b11549 refuses heads with fc_norm"),
+        (
+            ["head.serve=[vllm,openvino]", "head.norm_output=true"],
+            "norm_output: is not read, so another head would run",
+        ),
+        (["head.serve=[llama.cpp]", "head.aux_layer_ids=[2,4]"], "takes heads that read three layers of the target"),
+    ],
+)
+def test_what_an_engine_would_not_serve_is_refused_before_data_is_read(
+    words: list[str], fault: str, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training_loop, "load_data", None)
+    forget_accelerator()
+    assert derived("eagle", *SMALL, *words) == 2
+    error = the_error(capsys)
+    assert "head.serve: " in error and fault in error
 
 
 def test_a_kind_without_derived_settings_has_its_defaults() -> None:

@@ -1,0 +1,137 @@
+"""The command that a measurement prints, typed into a whole engine, serves what was measured: the printed tau is found
+there.
+
+DRAFTSMITH_ENGINE_RECORD names a file to which the rows are written, eval/results/engines/printed.json in the
+repository.
+"""
+
+import json
+import os
+import shlex
+import socket
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from eval import bench
+from eval.measure.machine import machine
+from eval.pages.verdicts import serve_command
+from eval.records.results import read_results, write_record
+from eval.records.schema import Results
+from eval.servers.engine_process import INSIDE, engine_python
+from eval.servers.llamacpp import converter_of
+from heads.registry import build_head
+from heads.saved import save_head, target_record
+from heads.targets.load import load_target
+from tests.engines.vllm_process import TARGET, serving, vllm_server
+
+pytestmark = pytest.mark.engine
+SMALL: dict[str, Any] = {"num_layers": 2, "intermediate_size": 192}
+HEADS: dict[str, dict[str, Any]] = {
+    "eagle3": {"draft_vocab_size": 2048, "intermediate_size": 384},
+    "dflash": SMALL | {"block_size": 5},
+    "draft": {"layers": [0, 5, 10, 15, 19]},
+}
+PROMPTS = ["--prompts", "python-heldout", "--num-prompts", "4", "--max-prompt-tokens", "128", "--max-new-tokens", "48"]
+HERE = ["--no-timing", "--tree", "chain:4"]
+
+
+@contextmanager
+def typed(command: str, folder: Path) -> Iterator[str]:
+    """Run a printed command, with float32 and a port, for a `with` block, and give the address of its server."""
+    *before, server = [shlex.split(line) for line in command.splitlines() if not line.startswith("#")]
+    if server[:2] == ["vllm", "serve"]:
+        with vllm_server(folder, *server[3:], target=server[2]) as url:
+            yield url
+        return
+    python = engine_python("llama.cpp")
+    assert python is not None and len(before) == 2
+    # The converter does not know the quickstart's tokenizer.
+    converter = [str(python), str(INSIDE / "llamacpp_convert.py"), str(converter_of(python))]
+    for program, script, *words in before:
+        assert (program, script) == ("python", "convert_hf_to_gguf.py")
+        subprocess.run([*converter, *words], cwd=folder, check=True, capture_output=True)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    assert server[0] == "llama-server"
+    program = [str(python.parent / server[0]), *server[1:], "--port", str(port), "--no-warmup"]
+    for option in ("-ctk", "-ctv", "-ctkd", "-ctvd"):
+        program += [option, "f32"]
+    with serving([*program, "-fa", "off", "-c", "512", "-np", "1"], f"http://127.0.0.1:{port}", folder) as url:
+        yield url
+
+
+def make_heads(folder: Path) -> None:
+    """Write new heads, whose initial weights draft a few right tokens, once for each engine."""
+    target = load_target(str(TARGET), dtype=torch.float32)
+    for name, settings in HEADS.items():
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            head = build_head(name, settings, target, torch.ones(target.vocab_size))
+        for engine in ("vllm", "llama.cpp"):
+            record = target_record(target)
+            save_head(head, folder / engine / name, target=record, provenance={"serve": [engine]}, dtype=torch.float32)
+
+
+def add_to_record(row: dict[str, Any], here: Results) -> None:
+    if not (file := os.environ.get("DRAFTSMITH_ENGINE_RECORD")):
+        return
+    path = Path(file)
+    kept = json.loads(path.read_text())["rows"] if path.is_file() else []
+    rows = [other for other in kept if (other["draft"], other["engine"]) != (row["draft"], row["engine"])]
+    facts = {**machine(torch.device("cpu")), "target": {**here.target.model_dump(), "name": "quickstart"}}
+    how = "DRAFTSMITH_ENGINE_RECORD=FILE pytest -m engine tests/engines/test_printed_commands.py"
+    write_record({**facts, "command": how, "options": [*HERE, *PROMPTS], "rows": [*rows, row]}, path)
+
+
+@pytest.mark.parametrize(
+    ("engine", "draft"),
+    [
+        *(("vllm", draft) for draft in (*HEADS, "ngram:3")),
+        *(("llama.cpp", draft) for draft in (*HEADS, "lookup:2+eagle3")),
+    ],
+)
+def test_the_printed_command_serves_what_was_measured(
+    engine: str, draft: str, once: Callable[[str, Callable[[Path], None]], Path], tmp_path: Path
+) -> None:
+    python = engine_python(engine)
+    if python is None or (engine == "llama.cpp" and not (python.parent / "llama-server").exists()):
+        pytest.skip(f"no environment with {engine} and its server (scripts/make_engine.sh {engine})")
+    folder = once("printed-heads", make_heads) / engine
+    lookup, plus, name = draft.rpartition("+")
+    head = f"{lookup}{plus}{folder / name}" if name in HEADS else draft
+    words = ["--target", str(TARGET), *PROMPTS]
+    assert bench.main([head, *words, *HERE, "--out", str(tmp_path / "here")]) == 0
+    here = read_results(tmp_path / "here/results.json")
+    command = serve_command(here)
+    assert command is not None
+    with typed(command, tmp_path) as url:
+        own = (
+            [*words, "--server", url]
+            if name in HEADS and not plus
+            else ["--target", str(TARGET), *PROMPTS, "--server", url]
+        )
+        assert bench.main([*own, "--out", str(tmp_path / "there")]) == 0
+    there = read_results(tmp_path / "there/results.json")
+    assert there.server is not None
+    shown = command.replace(f"{folder}/", "").replace(f"{TARGET}", "quickstart")
+    row = {
+        "draft": draft,
+        "engine": there.server.name,
+        "command": shown,
+        "tau_here": here.tau.mean,
+        "tau_there": there.tau.mean,
+        "texts_equal": there.exact.identical,
+        "texts": there.exact.prompts,
+    }
+    add_to_record(row, here)
+    assert there.exact.identical == there.exact.prompts == 4
+    # llama.cpp drafts no more than an answer may still hold; its lookup follows other matches.
+    allowed = 0.15 if plus else 0.02 if engine == "llama.cpp" else 1e-6
+    assert there.tau.mean == pytest.approx(here.tau.mean, rel=allowed) and there.tau.mean > 1.02
