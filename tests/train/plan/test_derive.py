@@ -14,7 +14,7 @@ import yaml
 from eval import bench, report
 from eval.core.command_line import exit_status
 from heads.saved import read_config
-from heads.targets.load import load_tokenizer
+from heads.targets.target_files import load_tokenizer
 from tests.conftest import TEXT
 from tests.support.chats import talk, write_chats
 from tests.support.published_heads import ZLAB, dflash, write
