@@ -53,8 +53,8 @@ def typed(command: str, folder: Path) -> Iterator[str]:
     assert python is not None and len(before) == 2
     # The converter does not know the quickstart's tokenizer.
     converter = [str(python), str(INSIDE / "llamacpp_convert.py"), str(converter_of(python))]
-    for program, script, *rest in before:
-        assert (program, script) == ("python", "convert_hf_to_gguf.py")
+    for interpreter, script, *rest in before:
+        assert (interpreter, script) == ("python", "convert_hf_to_gguf.py")
         subprocess.run([*converter, *rest], cwd=folder, check=True, capture_output=True)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -130,7 +130,7 @@ def test_the_printed_command_serves_what_was_measured(
         "engine": there.server.name,
         "command": shown,
         "tau_here": tau_of(here),
-        "tau_there": ttau_of(here),
+        "tau_there": tau_of(there),
         "texts_equal": there.exact.identical,
         "texts": there.exact.prompts,
     }
@@ -138,4 +138,4 @@ def test_the_printed_command_serves_what_was_measured(
     assert there.exact.identical == there.exact.prompts == 4
     # llama.cpp drafts no more than an answer may still hold; its lookup follows other matches.
     allowed = 0.15 if plus else 0.02 if engine == "llama.cpp" else 1e-6
-    assert ttau_of(here) == pytest.approx(tau_of(here), rel=allowed) and ttau_of(here) > 1.02
+    assert tau_of(there) == pytest.approx(tau_of(here), rel=allowed) and ttau_of(here) > 1.02
