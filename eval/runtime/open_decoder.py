@@ -12,7 +12,9 @@ from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 import torch
+import transformers
 from torch import Tensor
+from transformers import Cache
 
 from heads.core.errors import UserError, first_line, warn_once
 from heads.kernels.slots import TreeSlots, ancestors, round_up
@@ -48,6 +50,11 @@ def open_decoder(target: FrozenTarget, spec: CacheSpec) -> CachedDecoder:
         warn_once(f"{fault}; its Hugging Face model is used instead of the native decoder")
     else:
         warn_once(f"{target.name}: decoded by its Hugging Face model, slower: {reason}")
+    if target.is_recurrent and not hasattr(Cache, "get_conv_state"):
+        raise UserError(
+            f"{target.name}: expected transformers 5.21 or newer, with whose caches recurrent layers are decoded here, "
+            f"got {transformers.__version__}; install a newer one"
+        )
     decoder = HFDecoder(target, spec)
     fault = check_decoder(target, decoder)
     if fault is not None:
