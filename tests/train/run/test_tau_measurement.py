@@ -23,6 +23,7 @@ SETTINGS = small_heads(
     eagle3={"aux_layer_ids": [1, 4, 7], "norm_output": True, "depth": 7},
     medusa={"depth": 5},
     draft={"layers": [0, 1, 2, 3, 4, 5, 6]},
+    domino=BLOCK | {"gru_hidden_dim": 16, "emb_dim": 256},
 )
 
 
