@@ -17,7 +17,8 @@ from heads.kernels.tree_attention import Attend
 from heads.parts.part_settings import BlockSettings
 from heads.parts.rotary import CosSin, rotate
 
-FULL, SLIDING = LAYER_TYPES = ("full_attention", "sliding_attention")
+FULL = "full_attention"
+SLIDING = "sliding_attention"
 """Types of a layer's attention, as named in transformers."""
 
 

@@ -11,7 +11,6 @@ from scripts import write_pages
 from scripts.write_pages import all_table, cost_table, first_table
 from tests.support.measurements import measurement, results_of
 
-TAUS = {"mt_bench/a": 0, "mt_bench": 1, "gsm8k_test": 3}
 TIE: dict[str, Any] = dict.fromkeys(("suite", "prompt", "tree", "plain_text", "text"), "x")
 TIE |= dict.fromkeys(("temperature", "position", "top_two_margin"), 0)
 
