@@ -296,6 +296,9 @@ def to_prompt(record: Record, suite: str, tokenizer: PreTrainedTokenizerBase | N
         keys = ", ".join(fields) or "an empty object"
         raise UserError(f"{place}: expected a prompt in one of {', '.join(TEXT_KEYS)}, got {keys}")
     system, turns = system_and_turns(record, key)
+    if (number := next((n for n, turn in enumerate(turns, start=1) if not turn.strip()), None)) is not None:
+        which = f"turn {number} of the user" if len(turns) > 1 else "the prompt"
+        raise UserError(f"{place}: {key}: {which} is empty; write some text, or remove the record")
     if any(turn.startswith(PLACEHOLDER) for turn in turns):
         raise UserError(f"{place}: {key}: a placeholder of SPEED-Bench; fill it in with NVIDIA's prepare_data.py")
     messages = [*system, {"role": "user", "content": turns[0]}]

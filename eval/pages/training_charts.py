@@ -133,6 +133,8 @@ def set_token_axis(axes: Axes, tokens: Sequence[int]) -> None:
         ticks = [step * 10**power for power in powers for step in steps if 0.9 * low <= step * 10**power <= 1.1 * high]
         if len(ticks) <= MAX_TICKS:
             break
+    if len(ticks) < 2:  # a short range between two round numbers
+        ticks = sorted({low, high})
     axes.set_xticks(ticks, [count(tick).replace(".0", "") for tick in ticks])
     axes.set_xlabel("training tokens")
     axes.yaxis.set_major_locator(MaxNLocator(6))

@@ -12,14 +12,15 @@ likeliest.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from eval.records.figures_schema import CheckedDraws
-from eval.runtime.distribution import RowSampling
+from eval.runtime.near_ties import CHOICES, counts_before, own_states, target_sampling
+from eval.runtime.request import Request
 from eval.runtime.sampling_params import Sampling
 from heads.targets.frozen_target import FrozenTarget
 
@@ -35,8 +36,6 @@ DEVIATIONS = 3.5
 ROUNDING = 0.05
 """Difference that is allowed besides, as a share of the variance: that of a temperature 5% off. The dtypes of one model
 differ by less."""
-ROWS = 128
-"""Rows of logits that are computed together."""
 
 
 @dataclass
@@ -69,27 +68,17 @@ class Draws:
         )
 
 
-def logits_of(target: FrozenTarget, prompt: Sequence[int], text: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-    """Yield logits (rows, V) of the tokens of a text after a prompt, with the index of the first one."""
-    states = target.alone(torch.tensor([[*prompt, *text]], device=target.device))[0, -len(text) - 1 : -1]
-    for first in range(0, len(text), ROWS):
-        yield first, target.shared.lm_head(states[first : first + ROWS])
-
-
 @torch.inference_mode()
 def foreign_token(target: FrozenTarget, prompt: Sequence[int], text: Sequence[int]) -> str | None:
-    """Return which token of a greedy answer shows that it is not the target's, or None."""
-    worst = 0.0
-    fault = None
-    for first, logits in logits_of(target, prompt, text):
-        given = torch.tensor(text[first : first + len(logits)], device=logits.device)
-        gaps = logits.float().amax(dim=-1) - logits.float().gather(-1, given[:, None])[:, 0]
-        at = int(gaps.argmax())
-        if float(gaps[at]) > max(worst, FOREIGN):
-            worst = float(gaps[at])
-            best = int(logits[at].argmax())
-            fault = f"token {text[first + at]} at place {first + at} has a logit {worst:.1f} below that of {best}"
-    return fault
+    """Return which token of a greedy answer, of about `CHECKED_TOKENS`, shows that it is not the target's, or None."""
+    (states,) = own_states(target, [(Request(prompt, len(text)), text)])
+    logits = target.shared.lm_head(states[:-1]).float()
+    given = torch.tensor(text, device=logits.device)[:, None]
+    gaps = logits.amax(dim=-1) - logits.gather(-1, given)[:, 0]
+    at = int(gaps.argmax())
+    if float(gaps[at]) <= FOREIGN:
+        return None
+    return f"token {text[at]} at place {at} has a logit {float(gaps[at]):.1f} below that of {int(logits[at].argmax())}"
 
 
 @torch.inference_mode()
@@ -100,32 +89,24 @@ def compare_draws(
     sampling: Sampling,
 ) -> Draws:
     """Compare sampled texts, each after its prompt, with the target's distribution under a temperature above 0."""
-    rows = RowSampling(1, target.device, target.vocab_size, target.start_token)
     found = torch.zeros(2, dtype=torch.float64)
     expected = torch.zeros_like(found)
     variance = torch.zeros_like(found)
-    for prompt, text in zip(prompts, texts, strict=True):
-        rows.set_row(0, sampling, prompt)
-        for first, logits in logits_of(target, prompt, text):
-            given = torch.tensor(text[first : first + len(logits)], device=logits.device)[:, None]
-            counts = counts_before(text, first, len(logits), logits) if rows.penalised else None
-            logp = rows.log_distribution(logits[None], counts)[0].double()
-            values = torch.stack([logp.clamp_min(FLOOR), _at_likeliest(logp)])  # (2, rows, V)
+    pairs = [(Request(prompt, len(text), sampling), text) for prompt, text in zip(prompts, texts, strict=True)]
+    for (request, text), states in zip(pairs, own_states(target, pairs), strict=True):
+        rows = target_sampling(target, request)
+        ids = torch.tensor([text], dtype=torch.int64, device=target.device)
+        for first in range(0, len(text), CHOICES):
+            given = ids[:, first : first + CHOICES]
+            logits = target.shared.lm_head(states[None, first : first + given.shape[1]])
+            logp = rows.log_distribution(logits, counts_before(rows, ids[:, :first], given))[0].double()
+            values = torch.stack([logp.clamp_min(FLOOR), _at_likeliest(logp)])  # (2, tokens, V)
             p = logp.exp()
             means = (p * values).sum(dim=-1)
-            found += values.gather(-1, given.expand(2, -1, -1)).sum(dim=(1, 2)).cpu()
+            found += values.gather(-1, given[0, :, None].expand(2, -1, -1)).sum(dim=(1, 2)).cpu()
             expected += means.sum(dim=1).cpu()
             variance += ((p * values.square()).sum(dim=-1) - means.square()).clamp_min(0).sum(dim=1).cpu()
     return Draws(sum(map(len, texts)), found.tolist(), expected.tolist(), variance.tolist())
-
-
-def counts_before(text: Sequence[int], first: int, number: int, like: Tensor) -> Tensor:
-    """Return (1, number, V) how often a text has each token before its tokens from `first` on."""
-    vocab_size = like.shape[-1]
-    before = torch.tensor(text[:first], dtype=torch.int64, device=like.device).bincount(minlength=vocab_size)
-    later = torch.tensor(text[first : first + number], device=like.device)
-    each = torch.nn.functional.one_hot(later, vocab_size)
-    return (before + each.cumsum(dim=0) - each)[None]
 
 
 def _at_likeliest(logp: Tensor) -> Tensor:

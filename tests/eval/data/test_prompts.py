@@ -132,6 +132,8 @@ REFUSED = {
     '{"answer": "x"}': "expected a prompt in one of turns, messages",
     '{"prompt": ""}': "prompt: the prompt is empty",
     '{"messages": []}': "messages: the prompt is empty",
+    '{"messages": [{"role": "user", "content": ""}]}': "messages: the prompt is empty",
+    '{"turns": ["a", "\\n "]}': "turns: turn 2 of the user is empty",
     '{"turns": [1, 2]}': "turns: expected text",
     '{"messages": [{"role": "assistant", "content": "x"}]}': "messages: expected a message of role",
 }

@@ -125,23 +125,44 @@ def test_what_rounding_changes_is_a_near_tie_in_every_type(dtype: str, shape: st
 
 @pytest.mark.parametrize(
     ("filters", "others"),
-    [({"top_k": 5}, {"top_k": 6}), ({"top_p": 0.8}, {"top_p": 0.83}), ({"min_p": 0.1}, {"min_p": 0.08})],
+    [({"top_k": 5}, {"top_k": 6}), ({"top_p": 0.8}, {"top_p": 0.85}), ({"min_p": 0.1}, {"min_p": 0.05})],
 )
 def test_what_rounding_moves_over_the_edge_of_a_filter_is_a_near_tie_and_texts_of_another_filter_are_none(
-    filters: dict[str, Any], others: dict[str, Any]
+    filters: dict[str, Any], others: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A pass over several nodes is off by four units in the last place of bfloat16."""
     target = make_target("llama", torch.bfloat16, **WIDE)
-    plain = open_engine(target, None, max_length=64)
-    engine = open_engine(target, build_untrained("early_exit:2", target), "chain:3", max_length=64)
+    plain = open_engine(target, None, max_length=64, batch_size=4)
+    engine = open_engine(target, build_untrained("early_exit:2", target), "chain:3", max_length=64, batch_size=4)
     requests, false = (
-        [Request([5, 6, 7 + i], 24, Sampling(temperature=1.0, seed=i, **each), (), True) for i in range(48)]
+        [Request([5, 6, 7 + i], 16, Sampling(temperature=1.0, seed=i, **each), (), True) for i in range(16)]
         for each in (filters, others)
     )
-    plainly = [output.tokens for output in plain.generate(requests)]
-    for asked, expected in ((requests, True), (false, False)):
-        texts = [output.tokens for output in engine.generate(asked)]
-        given = [each for each in zip(requests, plainly, texts, strict=True) if each[1] != each[2]]
+    lean_logits(monkeypatch, 0.06)
+    plainly, honest, wrong = (
+        [output.tokens for output in each.generate(asked)]
+        for each, asked in ((plain, requests), (engine, requests), (engine, false))
+    )
+    for texts, expected in ((honest, True), (wrong, False)):
+        given = [
+            (request, one, text)
+            for request, one, drafted, text in zip(requests, plainly, honest, texts, strict=True)
+            if text != one and (text != drafted) != expected
+        ]
         assert given and {check.is_near_tie for check in check_near_ties(engine, given)} == {expected}
+
+
+def lean_logits(monkeypatch: pytest.MonkeyPatch, error: float) -> None:
+    """Have a pass over several nodes give every fourth token more."""
+    outputs = Match.target_outputs
+
+    def lean(self: Match, hidden: torch.Tensor, positions: torch.Tensor, counts: torch.Tensor | None = None) -> Any:
+        if hidden.shape[1] == 1:
+            return outputs(self, hidden, positions, counts)
+        logits = self.target.logits(hidden)
+        return self.sampling.choose(logits + error * (torch.arange(logits.shape[-1]) % 4 == 1), positions, counts)
+
+    monkeypatch.setattr(Match, "target_outputs", lean)
 
 
 @pytest.mark.parametrize(("error", "near"), [(1e-6, True), (30.0, False)])
@@ -152,14 +173,6 @@ def test_an_error_that_both_texts_share_is_no_near_tie(
     target = make_target("llama", torch.float32, **WIDE)
     weight = target.lm_head_weight
     weight.copy_(weight[::2].repeat_interleave(2, dim=0))
-    outputs = Match.target_outputs
-
-    def lean(self: Match, hidden: torch.Tensor, positions: torch.Tensor, counts: None) -> torch.Tensor:
-        if hidden.shape[1] == 1:
-            return outputs(self, hidden, positions)
-        logits = self.target.logits(hidden)
-        return (logits + error * (torch.arange(logits.shape[-1]) % 4 == 1)).argmax(dim=-1)
-
-    monkeypatch.setattr(Match, "target_outputs", lean)
+    lean_logits(monkeypatch, error)
     found = judged(target, "chain:4")
     assert found and all(found) == near
