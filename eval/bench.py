@@ -65,7 +65,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add_measure_options(parser)
     address = typed(Annotated[str, AfterValidator(check_url)])
     parser.add_argument(
-        "--server", type=address, metavar="URL", help="measure this running vLLM or SGLang, with or without a head"
+        "--server", type=address, metavar="URL", help="measure this running vLLM, SGLang or llama-server"
     )
     parser.add_argument(
         "--plain-server", type=address, metavar="URL", help="the same target served without a draft, for the speedup"

@@ -194,6 +194,19 @@ def engine_table(pattern: str) -> str:
     return markdown(["head", "K", "rounds", "accepted by position"], rows)
 
 
+def printed_table(pattern: str) -> str:
+    """Return the last of each draft's printed commands, and tau where it was measured and where it was typed."""
+    (path,) = RESULTS.glob(pattern)
+    rows = []
+    for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
+        command = [line for line in row["command"].splitlines() if not line.startswith("#")][-1]
+        taus = (texts.number(row[f"tau_{where}"]) for where in ("here", "there"))
+        rows.append(
+            [f"`{row['draft']}`", row["engine"], f"`{command}`", *taus, f"{row['texts_equal']} of {row['texts']}"]
+        )
+    return markdown(["draft", "engine", "printed command", "tau here", "tau there", "equal texts"], rows)
+
+
 def trainer_table(pattern: str) -> str:
     """Return heads that the code of several projects trained from the same rows, with the time that each took."""
     (path,) = RESULTS.glob(pattern)
@@ -247,6 +260,7 @@ FORMS: dict[str, Callable[[str], str]] = {
     "tau": lambda pattern: all_table(pattern, speeds=False),
     "costs": cost_table,
     "engine": engine_table,
+    "printed": printed_table,
     "trainers": trainer_table,
     "curve": curve_picture,
 }

@@ -87,7 +87,8 @@ def collect(
     measured, facts = (figures.measurements, figures.target) if figures else ((), Target(name=target))
     names = {"head": repo_id, "target": repo_and_revision(base or target)[0]}
     verdicts = engines_for(folder, measured, facts, names=names)
-    if (doubt := why_unfit(verdicts, record["provenance"].get("serve"))) is not None and not unserved:
+    provenance = Provenance.model_validate(record["provenance"])
+    if (doubt := why_unfit(verdicts, provenance.serve)) is not None and not unserved:
         raise UserError(f"{folder}: {doubt}; fix it, or publish it --unserved")
     form = HEADS[record["kind"]].format
     files: Contents = {CONFIG: public_config(folder / CONFIG, base), form.weights_file: folder / form.weights_file}
@@ -110,7 +111,6 @@ def collect(
         recipe.get("target", {})["path"] = base or target
         files[RECIPE] = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True).encode()
     licensed = rights(base or "")
-    provenance = Provenance.model_validate(record["provenance"])
     card = render_card(
         record["kind"],
         base or (target if shown else LOCAL_MODEL),

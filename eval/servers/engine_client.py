@@ -134,16 +134,16 @@ class EngineServer:
         return server
 
     async def open_llamacpp(self, meta: dict[str, Any]) -> None:
-        """Read the properties of a llama-server. Its counters by position come with the first draft."""
+        """Read the properties of a llama-server. How it drafts, and its counters by position, come with an answer."""
         properties = self.properties = meta | await self.client.send("/props")
         defaults = properties.get("default_generation_settings") or {}
         self.version = str(properties.get("build_info"))
         self.root = str(properties.get("model_path") or self.root)
         self.context_length = int(defaults.get("n_ctx") or self.context_length)
-        kinds = str((defaults.get("params") or {}).get("speculative.types") or "none")
+        reply = await self.client.send("/completion", {"prompt": REPETITIVE, "n_predict": CHECKED_TOKENS}, SECONDS)
+        kinds = str((reply.get("generation_settings") or {}).get("speculative.types") or "none")
         if kinds == "none":
             return
-        await self.client.send("/completion", {"prompt": REPETITIVE, "n_predict": CHECKED_TOKENS}, SECONDS)
         self.depth = len([name for name in await self.counters() if name.isdigit()])
         if not self.depth:
             raise self.error(
@@ -277,7 +277,7 @@ class EngineServer:
             "top_p": sampling.top_p,
             "min_p": sampling.min_p,
             "repeat_penalty": sampling.repetition_penalty,
-            "repeat_last_n": -1,
+            "repeat_last_n": min(self.context_length, 2**31 - 1),  # all
             "samplers": ["penalties", "temperature", "top_k", "top_p", "min_p"],  # it would cool what the filters left
             "return_tokens": True,
             "cache_prompt": False,

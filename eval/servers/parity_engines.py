@@ -22,6 +22,7 @@ from eval.servers.llamacpp import convert, spec_type
 from eval.servers.parity_counts import Asked, EngineAnswer, Step
 from heads.core.contract import Drafter
 from heads.core.engines import READERS
+from heads.core.errors import UserError
 from heads.formats.engine_folder import OPENVINO_FOLDER, Setting
 from heads.published import is_published
 from heads.registry import HEADS, kind_of
@@ -188,7 +189,10 @@ def ask_program(
     answer = partial(run_job, python, f"{options.engine}_answers.py", what=f"{name} fails", folder=made)
     own: Any = head
     setting = Setting(target=job["target"], head=job["head"], steps=job["depth"])
-    command = HEADS[kind_of(head)].format.readers[name](setting, {"draftsmith": {"config": own.config.model_dump()}})
+    make = HEADS[kind_of(head)].format.readers.get(name)
+    if make is None:
+        raise UserError(f"{options.head}: {name} has no method for heads of kind {kind_of(head)}")
+    command = make(setting, {"draftsmith": {"config": own.config.model_dump()}})
     if options.engine == "vllm":
         job |= {"rows": 1, "options": {"trust_remote_code": True} if target.trust_remote_code else {}}
         found = answer({**job, "speculative": json.loads(shlex.split(command)[-1])})
@@ -212,12 +216,14 @@ def ask_program(
 def export_openvino(options: argparse.Namespace, python: Path, command: str, made: Path) -> dict[str, str]:
     """Run the printed commands, but for a part that is given, and return the folders of target and head."""
     exported = {"target": options.engine_target, "head": options.engine_head}
-    programs = {"optimum-cli": ["-m", "optimum.commands.optimum_cli"], "python": []}
     for line in command.splitlines():
         program, *words = shlex.split(line)
         part = "head" if f"head{OPENVINO_FOLDER}" in words else "target"
         if exported[part] is None:
-            placed = [str(made / word) if word.endswith(OPENVINO_FOLDER) else word for word in words]
-            what = f"{line}: OpenVINO refuses it"
-            run_inside(python, *programs[program], *placed, what=what, log=made / "log")
+            words = [str(made / word) if word.endswith(OPENVINO_FOLDER) else word for word in words]
+            if program == "python":
+                words[0] = Path(words[0]).name
+            else:
+                words[:0] = ["-m", "optimum.commands.optimum_cli"]
+            run_inside(python, *words, what=f"{line}: OpenVINO refuses it", log=made / "log")
     return {part: folder or str(made / f"{part}{OPENVINO_FOLDER}") for part, folder in exported.items()}

@@ -84,9 +84,8 @@ class Handler(QuietHandler):
         info["speculative_algorithm"] = server.algorithm if server.speculates else None
         info["speculative_num_draft_tokens"] = server.draft_tokens
         info["speculative_num_steps"] = 1 if server.algorithm == "DFLASH" else server.draft_tokens - 1
-        kinds = {"speculative.types": "draft-eagle3" if server.speculates else "none"}
         properties: dict[str, Any] = {"build_info": "b1", "model_path": server.folder}
-        properties["default_generation_settings"] = {"n_ctx": 128, "params": kinds}
+        properties["default_generation_settings"] = {"n_ctx": 128}
         replies = {
             "/props": json.dumps(properties),
             "/v1/models": json.dumps({"data": [card]}),
@@ -126,7 +125,9 @@ class Handler(QuietHandler):
                 server.counts["tokens"] += length
         if server.engine == "llamacpp":
             timings = {"predicted_n": length, "predicted_ms": 1.0, "draft_n_accepted": sum(gains)}
-            self.send(200, json.dumps({"content": "so", "tokens": [*chain(*rounds)], "timings": timings}).encode())
+            kinds = {"speculative.types": "draft-eagle3" if server.speculates else "none"}
+            reply = {"content": "so", "tokens": [*chain(*rounds)], "timings": timings, "generation_settings": kinds}
+            self.send(200, json.dumps(reply).encode())
             return
         left = most
         events: list[dict[str, Any]] = []
