@@ -107,7 +107,7 @@ def bench_arguments(setting: dict[str, Any]) -> list[str]:
     return [f"--{name}" if value is True else f"--{name}={value}" for name, value in given.items()]
 
 
-def measure(setting: dict[str, Any], folder: Path, wandb: str) -> dict[str, Any]:
+def measure(setting: dict[str, Any], folder: Path, wandb: str) -> dict[str, object]:
     """Return the figures of a setting, from its results.json if there is one, else from a new measurement."""
     status = 0
     if not (folder / RESULTS).is_file():

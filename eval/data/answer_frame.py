@@ -107,7 +107,7 @@ def _form_of_reasoning(template: ChatTemplate, prompt: str, between: str) -> tup
     return "", "", CLOSES.search(prompt) is not None
 
 
-def thinking_texts(template: ChatTemplate) -> list[tuple[dict[str, Any], str]]:
+def thinking_texts(template: ChatTemplate) -> list[tuple[dict[str, object], str]]:
     """Return the texts of answers with reasoning that render it, each after the calls of the answer."""
     forms: list[dict[str, Any]] = [{}, {"tool_calls": [CALLED]}]
     texts = [template.probe(QUESTION, {**ANSWER, REASONING[0]: THOUGHT, **calls}) for calls in forms]

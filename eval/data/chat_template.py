@@ -237,7 +237,7 @@ class ChatTemplate:
         return frame_of(self)
 
     @cached_property
-    def thinking_texts(self) -> list[tuple[dict[str, Any], str]]:
+    def thinking_texts(self) -> list[tuple[dict[str, object], str]]:
         return thinking_texts(self)
 
     @cached_property

@@ -73,7 +73,7 @@ class Chat(NamedTuple):
     """The conversation of a record."""
 
     messages: list[Message]
-    tools: list[Any] | None
+    tools: list[object] | None
     """The tools that it may call, as chat templates expect them."""
     form: str
     """The columns of the conversation."""
@@ -171,7 +171,7 @@ def _unexpected(place: str, expected: str, got: object, reason: str) -> RecordEr
     return RecordError(f"{place}: expected {expected}, got {shown(got)}", reason)
 
 
-def _parsed(value: Any) -> Any:
+def _parsed(value: Any) -> object:
     """Return what a JSON text holds, and any other value unchanged."""
     with suppress(ValueError, RecursionError):
         return json.loads(value) if isinstance(value, str) else value
@@ -223,7 +223,7 @@ def _is_turn(value: Any) -> bool:
     return isinstance(value, str) or (isinstance(value, dict) and not value.keys().isdisjoint(keys))
 
 
-def _as_list(value: Any, *keys: str) -> Any:
+def _as_list(value: Any, *keys: str) -> object:
     """Return a mapping of lists that has one of the keys as a list of mappings, from which `datasets` makes it, and any
     other value unchanged."""
     is_mapping = isinstance(value, dict) and not value.keys().isdisjoint(keys)
@@ -240,7 +240,7 @@ def _is_transcript(text: Any) -> bool:
     return isinstance(text, str) and text.lstrip().startswith(("Human:", "User:")) and "\n\nAssistant:" in text
 
 
-def read_arguments(record: Record) -> Mapping[str, Any]:
+def read_arguments(record: Record) -> Mapping[str, object]:
     """Return the arguments of the chat template that a record has, as a mapping or as JSON text."""
     place, fields = record
     arguments = _parsed(fields.get(ARGUMENTS) or {}) or {}
@@ -286,7 +286,7 @@ def with_context(record: Record, messages: list[Message]) -> tuple[list[Message]
     return [*system, *rest[start:]], tuple(notes)
 
 
-def read_tools(record: Record, messages: Sequence[Message]) -> list[Any] | None:
+def read_tools(record: Record, messages: Sequence[Message]) -> list[object] | None:
     """Return the tools of a conversation, which some records have as JSON text, in the form of OpenAI's protocol."""
     place, fields = record
     tools = _as_list(next((fields[key] for key in TOOLS if fields.get(key)), None), "function", "name")
@@ -342,11 +342,11 @@ def _read_turn(place: str, turn: Any, nullable: Collection[str] = ()) -> Message
     return {**message, "role": ROLES[role], "content": _text(place, content)}
 
 
-def _thought(part: Mapping[str, Any]) -> Any:
+def _thought(part: Mapping[str, Any]) -> object:
     return next((part[key] for key in (*THOUGHTS, "text", "summary") if part.get(key)), "")
 
 
-def _without_thoughts(place: str, content: Any) -> tuple[Any, str]:
+def _without_thoughts(place: str, content: object) -> tuple[object, str]:
     """Return the content of an answer without its parts of reasoning, and their text."""
     parts = _as_list(content, "type")
     if not isinstance(parts, list):
@@ -366,7 +366,7 @@ def _is_trained(place: str, turn: Message, nullable: Collection[str]) -> bool:
     return all(weights.values())
 
 
-def _read_calls(place: str, text: Any) -> list[Any]:
+def _read_calls(place: str, text: Any) -> list[object]:
     """Return the calls of tools in a turn of ShareGPT's: JSON text of one or of several, with name and arguments."""
     calls = _parsed(text)
     calls = calls if isinstance(calls, list) else [calls]

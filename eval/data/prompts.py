@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 Item = TypeVar("Item")
 
 HELD_OUT_SUITE = "python-heldout"
-HUB_SUITES: dict[str, dict[str, Any]] = {
+HUB_SUITES: dict[str, dict[str, object]] = {
     "spec_bench": {
         "path": "json",
         "data_files": "https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl",
@@ -335,7 +335,7 @@ def render(
     tokenizer: PreTrainedTokenizerBase | None,
     place: str = "conversation",
     arguments: Mapping[str, Any] | None = None,
-    tools: Any = None,
+    tools: object = None,
 ) -> tuple[str, tuple[int, ...]]:
     """Return the text and token ids of a conversation, ready for an answer. `arguments`: those of the chat template for
     this conversation; names that it does not read are passed over. Without a chat template, messages are joined with

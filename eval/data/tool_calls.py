@@ -48,7 +48,7 @@ def with_calls(messages: Sequence[Message], form: CallForm, place: str) -> list[
     return formed
 
 
-def with_form(call: dict[str, Any], form: CallForm, number: int) -> dict[str, Any]:
+def with_form(call: dict[str, Any], form: CallForm, number: int) -> dict[str, object]:
     """Return a tool call, number `number` of its conversation, in a form."""
     whole = {"type": "function", **call}
     function = whole.pop("function", None)

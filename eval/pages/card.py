@@ -99,7 +99,7 @@ def gain(results: Results) -> str:
     )
 
 
-def measured_values(results: Results) -> dict[str, Any]:
+def measured_values(results: Results) -> dict[str, object]:
     """Return the template's figures."""
     table = settings_table(results)
     profile = acceptance_profile(results)

@@ -215,7 +215,7 @@ def replay(results: Results, sample: Sample) -> dict[str, Any]:
     return {"sample": sample, "sides": shown, "is_timed": is_timed}
 
 
-def rounds_of(decoded: Decoded, ends: Sequence[float]) -> Iterator[dict[str, Any]]:
+def rounds_of(decoded: Decoded, ends: Sequence[float]) -> Iterator[dict[str, object]]:
     """Yield the rounds of a text, round 0 being the prompt's own pass: when each ended in ms, its number of tokens, and
     its text in runs, drafted or not."""
     for number, group in groupby(decoded.pieces, key=lambda piece: piece.round):

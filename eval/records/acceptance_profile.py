@@ -59,7 +59,7 @@ def acceptance_profile(results: Results) -> dict[str, Any] | None:
     }
 
 
-def rates_of(m: Measurement) -> dict[str, Any]:
+def rates_of(m: Measurement) -> dict[str, object]:
     reached = list(accumulate(reversed(m.accepted_histogram)))[::-1]  # by depth, from 0: rounds that accepted so many
     return {
         "conditional_accept_rates": [round(n / before, 6) if before else 0.0 for before, n in pairwise(reached)],

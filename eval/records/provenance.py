@@ -33,7 +33,7 @@ class TrainingData(Part):
 
     @field_validator("sources", mode="before")
     @classmethod
-    def whole_section(cls, value: Any) -> Any:
+    def whole_section(cls, value: Any) -> object:
         """Take the sources alone, which older heads have."""
         return {"sources": value} if isinstance(value, list) else value
 

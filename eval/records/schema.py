@@ -188,12 +188,12 @@ class Results(Part):
 
     @model_validator(mode="before")
     @classmethod
-    def from_file(cls, record: Any) -> Any:
+    def from_file(cls, record: Any) -> object:
         """Take the one head of a results.json, and find the setting whose figures it has at the top level."""
         if not isinstance(record, dict) or not isinstance(head := record.get("head"), dict):
             return record
 
-        def place_of(figures: dict[str, Any]) -> list[Any]:
+        def place_of(figures: dict[str, Any]) -> list[object]:
             return [figures.get(key) for key in HEADLINE]
 
         places = [*map(place_of, record["measurements"])]

@@ -17,7 +17,6 @@ step, C tokens of a prompt's chunk, D hidden, V vocabulary.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,7 +43,7 @@ class Decoder:
     target: CachedDecoder
     shape: TreeShape
     head: Drafter | None
-    head_state: Any
+    head_state: object
     sampling: RowSampling
     rule: Rule
     state: RoundState

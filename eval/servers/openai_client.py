@@ -129,7 +129,7 @@ class ServerClient:
         )
 
 
-def sampling_parameters(sampling: Sampling, stop_ids: Sequence[int]) -> dict[str, Any]:
+def sampling_parameters(sampling: Sampling, stop_ids: Sequence[int]) -> dict[str, object]:
     """Return all sampling parameters of a request but the seed, since servers take absent ones from the model's
     generation_config.json."""
     return {

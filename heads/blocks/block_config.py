@@ -27,7 +27,7 @@ class BlockForm:
     """Settings that config.json holds under the same names."""
     optional: tuple[str, ...] = ()
     """Settings that it may hold under the same names."""
-    neutral: Mapping[str, Any] = field(default_factory=dict)
+    neutral: Mapping[str, object] = field(default_factory=dict)
     """Fields that are read only with these values, with which they have no effect."""
     nested: bool = True
     """True if the method's own fields are written into `dflash_config`."""
@@ -136,7 +136,7 @@ class DraftBlockConfig(BlockConfig, DraftBlockSettings):
         """The same of llama.cpp."""
         return None
 
-    def engine_fields(self) -> dict[str, Any]:
+    def engine_fields(self) -> dict[str, object]:
         """Return the method's own fields of config.json."""
         return {name: getattr(self, name) for name in self.form.settings}
 

@@ -60,7 +60,7 @@ class DominoConfig(DFlashConfig, DominoSettings):
         first = self.pure_draft_prefix_len
         return None if first == 1 else f"takes a pure_draft_prefix_len of 1, not {first}"
 
-    def engine_fields(self) -> dict[str, Any]:
+    def engine_fields(self) -> dict[str, object]:
         return super().engine_fields() | {"projector_type": "domino"}
 
     @classmethod

@@ -44,7 +44,7 @@ class DSparkConfig(DraftBlockConfig, DSparkSettings):
     )
     spare_rows: ClassVar[int] = 0
 
-    def engine_fields(self) -> dict[str, Any]:
+    def engine_fields(self) -> dict[str, object]:
         has_confidence = self.confidence_weight > 0
         return {
             "num_anchors": self.num_anchors,

@@ -80,7 +80,7 @@ class LiLiCorrConfig(DFlashConfig, LiLiCorrSettings):
     def candidates(self) -> int:
         return self.lilicorr_candidate_topk
 
-    def engine_fields(self) -> dict[str, Any]:
+    def engine_fields(self) -> dict[str, object]:
         convolutions = {name: getattr(self, name) for name in CONVOLUTION_SETTINGS} if self.conv_kernel_size else {}
         written = {"lilicorr_enabled": True, "projector_type": "lilicorr", "lilicorr_hidden_size": self.lattice_width}
         return super().engine_fields() | written | convolutions

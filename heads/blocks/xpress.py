@@ -70,7 +70,7 @@ class XPressConfig(DFlashConfig, XPressSettings):
             f"{rank} and {inner}"
         )
 
-    def engine_fields(self) -> dict[str, Any]:
+    def engine_fields(self) -> dict[str, object]:
         return super().engine_fields() | {
             "sample_from_anchor": False,
             "xpress_block_size": self.block_size,

@@ -69,7 +69,7 @@ def without_pickle(path: str) -> tuple[str, str | None]:
     return (folder, name) if slash and name in PICKLES else (path, None)
 
 
-def foreign_config(path: str) -> dict[str, Any] | None:
+def foreign_config(path: str) -> dict[str, object] | None:
     """Return config.json of a head or model in another project's form; None for one of draftsmith's, or if none can be
     read."""
     repo, revision = repo_and_revision(without_pickle(path)[0])

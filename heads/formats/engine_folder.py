@@ -416,7 +416,7 @@ NOTES = {
 """What to know before a reader's command is used, for heads of any kind."""
 
 
-def decoder_config(config: BlockConfig, target: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+def decoder_config(config: BlockConfig, target: Mapping[str, Any], dtype: str) -> dict[str, object]:
     """Return the fields of a decoder's layers in config.json."""
     scaling = getattr(config, "rope_scaling", None)
     if scaling and "factor" in scaling:

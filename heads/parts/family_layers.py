@@ -104,7 +104,7 @@ class TargetBlock(nn.Module):
         hidden: Tensor = out[0] if isinstance(out, tuple) else out
         return hidden
 
-    def _apply(self, fn: Any, recurse: bool = True) -> "TargetBlock":
+    def _apply(self, fn: object, recurse: bool = True) -> "TargetBlock":
         """Keep the dtype of a router's score correction: in bfloat16, the router would choose other experts."""
         corrections = {
             name: buffer for name, buffer in self.named_buffers() if name.endswith("e_score_correction_bias")

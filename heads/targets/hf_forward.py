@@ -53,7 +53,7 @@ def decode(
     return _run(base, tokens, attention_masks(config, dtype, visible, positions, key_positions), positions, cache)
 
 
-def _run(base: nn.Module, tokens: Tensor, masks: Any, positions: Tensor, cache: Cache | None = None) -> Tensor:
+def _run(base: nn.Module, tokens: Tensor, masks: object, positions: Tensor, cache: Cache | None = None) -> Tensor:
     hidden: Tensor = base(
         input_ids=tokens,
         attention_mask=masks,

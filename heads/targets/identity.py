@@ -45,7 +45,7 @@ def fingerprint(model: PreTrainedModel) -> str:
     return digest.hexdigest()[:16]
 
 
-def forward_settings(config: Any) -> dict[str, Any]:
+def forward_settings(config: Any) -> dict[str, object]:
     """Return the fields of a model's config that change its forward pass, where they differ from the defaults of the
     config's class, in one spelling."""
     if not config.is_encoder_decoder:  # of a multimodal model, the language model alone
@@ -85,7 +85,7 @@ def number(text: str) -> int | float:
     return int(value) if value.is_integer() else value
 
 
-def plain_rotation(settings: Mapping[str, Any]) -> dict[str, Any]:
+def plain_rotation(settings: Mapping[str, Any]) -> dict[str, object]:
     if settings.get("rope_type", "default") == "default":
         settings = {name: settings[name] for name in ("rope_theta", "partial_rotary_factor") if name in settings}
     ignored = DEFAULTS_OF_ROTATION | INERT_OF_ROTATION

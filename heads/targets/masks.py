@@ -64,7 +64,7 @@ def many_shapes() -> Any:
 
 
 @cache
-def compiled_flex_attention() -> Callable[..., Any]:
+def compiled_flex_attention() -> Callable[..., object]:
     """Return FlexAttention, compiled separately for each shape."""
     compiled: Callable[..., Any] = many_shapes()(torch.compile(flex_attention, dynamic=False))
     return compiled
@@ -72,7 +72,7 @@ def compiled_flex_attention() -> Callable[..., Any]:
 
 def attention_masks(
     config: Any, dtype: torch.dtype, visible: Tensor, positions: Tensor, key_positions: Tensor
-) -> Tensor | dict[str, Any]:
+) -> Tensor | dict[str, object]:
     """Return the mask in the form that the family's decoder passes to its layers unchanged. Arguments as in
     `FrozenTarget.features`."""
 

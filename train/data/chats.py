@@ -23,7 +23,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -104,7 +104,7 @@ def read_rendered(template: ChatTemplate, text: str) -> Rendered:
 
 
 def read_conversation(
-    template: ChatTemplate, messages: Sequence[Message], *, place: str, tools: Any = None, last_only: bool = False
+    template: ChatTemplate, messages: Sequence[Message], *, place: str, tools: object = None, last_only: bool = False
 ) -> tuple[list[Rendered], list[str]]:
     """Return the rendered texts of a conversation with all its answers, or only with the last one, and notes on the
     answers. RecordError if it cannot be trained on."""

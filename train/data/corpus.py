@@ -187,14 +187,14 @@ def fingerprint(key: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps([VERSION, key], sort_keys=True).encode()).hexdigest()[:32]
 
 
-def record_rows(documents: Sequence[Document]) -> Iterator[dict[str, Any]]:
+def record_rows(documents: Sequence[Document]) -> Iterator[dict[str, object]]:
     """Yield the rows of a data set for the documents of one record."""
     for number, document in enumerate(documents, start=1):
         labels = document.labels.view(np.uint8)  # Arrow would pack bools into bits
         yield vars(document) | {"labels": labels, "ends_record": number == len(documents)}
 
 
-def document_features() -> Any:
+def document_features() -> object:
     from datasets import Features, List, Value
 
     kinds = {"ids": List(Value("int32")), "labels": List(Value("uint8")), "ends_record": Value("bool")}

@@ -100,7 +100,7 @@ def check_spelling(
             )
 
 
-def _exchanges(place: str, exchanges: Any, num_tokens: int) -> Iterator[tuple[list[int], list[int]]]:
+def _exchanges(place: str, exchanges: object, num_tokens: int) -> Iterator[tuple[list[int], list[int]]]:
     if not isinstance(exchanges, list):
         raise _unreadable(f"{place}: {EXCHANGES}", "a list of pairs of prompt ids and answer ids", exchanges)
     for number, pair in enumerate(exchanges):

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -124,7 +124,7 @@ def _tokenise_source(source: AnySource, rendering: ChatTemplate) -> Corpus:
             raise
 
 
-def tokens_key(source: AnySource, rendering: ChatTemplate) -> dict[str, Any]:
+def tokens_key(source: AnySource, rendering: ChatTemplate) -> dict[str, object]:
     limit = {} if rendering.limit is None else {"vocab_size": rendering.limit}
     return {"tokenizer": tokenizer_key(rendering.tokenizer), **limit, **source.key(rendering)}
 

@@ -45,7 +45,7 @@ COMMAND = "python scripts/cache_features.py RECIPE"
 
 def describe(
     target: FrozenTarget, aux_layer_ids: Sequence[int], dtype: str, precision: str, mixture: Mixture
-) -> dict[str, Any]:
+) -> dict[str, object]:
     return {
         "format": FORMAT,
         "target": target.fingerprint,

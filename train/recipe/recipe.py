@@ -48,7 +48,7 @@ MIN_POINT = 10
 """Before this step tau is measured only at the end of a run."""
 
 
-def check_length(length: Any) -> Any:
+def check_length(length: Any) -> object:
     """Check the length of a run: a number of steps, or of epochs with that word."""
     if isinstance(length, str):
         epochs = re.fullmatch(r"(\d+(?:\.\d+)?) ?epochs?", length)
@@ -60,7 +60,7 @@ def check_length(length: Any) -> Any:
     return length
 
 
-def as_tuple(value: Any) -> Any:
+def as_tuple(value: Any) -> object:
     if isinstance(value, list | tuple) and not value:
         raise ValueError("expected a value, or a list of several")
     return tuple(value) if isinstance(value, list | tuple) else (value,)

@@ -199,7 +199,7 @@ def with_absolute_paths(record: dict[str, Any]) -> dict[str, Any]:
     return record | {"output_dir": os.path.abspath(record["output_dir"])}
 
 
-def differences(old: Any, new: Any, key: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
+def differences(old: Any, new: Any, key: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], object, object]]:
     """Yield the leaves that differ between two nested mappings, each as (key, old, new)."""
     if isinstance(old, list) and isinstance(new, list) and len(old) == len(new) and isinstance((*old, None)[0], dict):
         old, new = dict(enumerate(old)), dict(enumerate(new))  # data sources

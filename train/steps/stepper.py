@@ -10,7 +10,7 @@ sees the same rows and the same random numbers.
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Self
 
 import pydantic
 import torch
@@ -129,7 +129,7 @@ class Interval:
         counts = torch.tensor(before.counts, dtype=torch.float64, device=device)
         return cls(counts, sums, before.tokens, time.perf_counter() - before.seconds)
 
-    def averages(self, accelerator: Accelerator, weights: Tensor) -> dict[str, Any]:
+    def averages(self, accelerator: Accelerator, weights: Tensor) -> dict[str, object]:
         """Return `loss`, and by depth `loss_by_depth` and `accuracy`. A depth without rows has None."""
         assert self.counts is not None and self.sums is not None
         loss, accuracy = accelerator.reduce(self.sums.double(), reduction="sum").tolist()
