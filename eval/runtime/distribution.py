@@ -8,7 +8,8 @@
 log p_t may be replaced by anything that differs from it by a constant, so no choice needs a sum over the vocabulary. G
 is Gumbel noise, so the choice is a draw from p_t. G is a pure function of the seed, the absolute position and the token
 id, so the draw is the same on every device, in every batch, tree and round. That makes sampled speculative decoding
-equal to plain decoding token for token, and lets a draft use the same noise as the target.
+equal to plain decoding token for token, and lets a draft use the same noise as the target. A draft's q, where a rule
+needs it, is made here (`log_distribution`) and kept in `acceptance_rules.Draws`.
 
 Letters: B rows of the batch, W positions per row, V vocabulary, Vx columns of a draft's logits.
 """

@@ -18,7 +18,7 @@ from itertools import islice
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from eval.runtime.commit import Commit, RoundState
+from eval.runtime.acceptance_rules import make_rule
 from eval.runtime.distribution import RowSampling
 from eval.runtime.graph import CudaCapture, Rounds
 from eval.runtime.memory import check_memory
@@ -27,7 +27,7 @@ from eval.runtime.request import Output as Output
 from eval.runtime.request import Reports, RequestState, StopStringMatcher, check_request
 from eval.runtime.request import Request as Request
 from eval.runtime.round import Decoder, read_prompts
-from eval.runtime.rules import make_rule
+from eval.runtime.round_state import Commit, RoundState
 from eval.runtime.sampling_params import Sampling as Sampling
 from eval.runtime.sampling_params import check_rule
 from heads.core.contract import Drafter

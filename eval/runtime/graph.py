@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from eval.runtime.commit import RoundState
 from eval.runtime.round import Decoder
+from eval.runtime.round_state import RoundState
 from heads.core.errors import first_line
 
 SMALLEST_EXTENT = 256

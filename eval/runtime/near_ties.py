@@ -28,11 +28,11 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
+from eval.runtime.acceptance_rules import Match
 from eval.runtime.distribution import RowSampling
 from eval.runtime.engine import Engine
 from eval.runtime.request import Request
 from eval.runtime.round import read_prompts
-from eval.runtime.rules import Match
 from eval.runtime.sampling_params import Sampling
 from heads.core.tree import ROOT_ONLY, is_chain
 from heads.kernels.gumbel import gumbel

@@ -21,10 +21,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from eval.runtime.commit import Commit, RoundState
+from eval.runtime.acceptance_rules import Rule
 from eval.runtime.distribution import RowSampling
 from eval.runtime.request import Request
-from eval.runtime.rules import Rule
+from eval.runtime.round_state import Commit, RoundState
 from heads.core.contract import Drafter, Observation
 from heads.core.tree import Acceptance, Proposal, TreeShape, is_chain
 from heads.kernels.slots import TreeSlots, ancestors

@@ -1,6 +1,6 @@
 """Sampling settings of a request, and the names of the acceptance rules with the trees that each rule can judge.
 
-`eval.runtime.distribution` chooses tokens with these settings. `eval.runtime.rules` implements the rules.
+`eval.runtime.distribution` chooses tokens with these settings. `eval.runtime.acceptance_rules` implements the rules.
 
 | rule | draft tokens | output | trees |
 |---|---|---|---|

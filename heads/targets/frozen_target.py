@@ -156,12 +156,12 @@ class Opening:
     two_tables: bool = False
     """True if its config ties embeddings and output head, and its checkpoint holds two tables that differ."""
     fix_mistral_regex: bool | None = None
-    """As of `load.load_tokenizer`."""
+    """As of `target_files.load_tokenizer`."""
     tokenizer: str = ""
     """Hash of its tokenizer (`hub.tokenizer_key`); empty if none has been opened with it."""
     eos_token_ids: tuple[int, ...] | None = None
-    """Tokens that end a text (`load.load_end_ids`). None: those of the generation config, which chat models extend,
-    else the config's."""
+    """Tokens that end a text (`target_files.load_end_ids`). None: those of the generation config, which chat models
+    extend, else the config's."""
     template: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of its chat template, such as `enable_thinking`."""
 

@@ -6,7 +6,7 @@ from itertools import permutations, product
 import torch
 from torch import Tensor
 
-from eval.runtime.rules import Rejection, Verdict
+from eval.runtime.acceptance_rules import Rejection, Verdict
 from heads.core.tree import Pick, Proposal, TreeShape, is_chain
 from heads.kernels.slots import ancestors
 from heads.parts.tree_growth import grow

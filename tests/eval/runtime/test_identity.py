@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from eval.runtime.acceptance_rules import DRAFTS, LAST, TESTS, draw_counters
 from eval.runtime.engine import Output, Request
 from eval.runtime.reference import Noise, generate
-from eval.runtime.rules import DRAFTS, LAST, TESTS, draw_counters
 from eval.runtime.sampling_params import Sampling
 from heads.core.tree import is_chain, parse_shape
 from heads.kernels.gumbel import stream, uniform

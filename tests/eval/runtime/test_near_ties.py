@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from eval.runtime.acceptance_rules import Match
 from eval.runtime.engine import Request
 from eval.runtime.near_ties import FAR, NEAR, Edges, Mismatch, check_near_ties, find_mismatches, mismatches_of_rounds
-from eval.runtime.rules import Match
 from eval.runtime.sampling_params import Sampling
 from heads.registry import build_untrained
 from heads.targets.frozen_target import FrozenTarget

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from eval.runtime.acceptance_rules import Rejection, Verdict, match
 from eval.runtime.distribution import RowSampling
-from eval.runtime.rules import Rejection, Verdict, match
 from heads.blocks.dflash import DFlash, DFlashConfig
 from heads.blocks.dflash2 import DFlash2, DFlash2Config
 from heads.blocks.domino import Domino, DominoConfig

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from eval.runtime.acceptance_rules import DRAFTS, LAST, TESTS, Draws, Rejection, Rule, draw_counters, make_rule
 from eval.runtime.distribution import RowSampling
 from eval.runtime.engine import Request
-from eval.runtime.rules import DRAFTS, LAST, TESTS, Draws, Rejection, Rule, draw_counters, make_rule
 from eval.runtime.sampling_params import RULES, Sampling, check_rule
 from heads.core.contract import Drafter, Observation
 from heads.core.errors import UserError

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from eval.runtime.rules import match, match_chain
+from eval.runtime.acceptance_rules import match, match_chain
 from heads.core.tree import Proposal
 from heads.kernels.slots import ancestors
 
