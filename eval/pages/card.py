@@ -116,7 +116,7 @@ def measured_values(results: Results) -> dict[str, object]:
         "notes": " ".join(table.notes),
         "audit": texts.sentence(texts.audit_line(results)),
         "learning": (line := learning_line(results.head.curve)) and texts.sentence(line),
-        "load_test": profile and load_test(profile, results.target.name),
+        "load_test": profile and load_test(profile, results.target),
         "warnings": [texts.as_markdown(warning) for warning in warnings(results)],
     }
 

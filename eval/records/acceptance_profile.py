@@ -5,15 +5,14 @@ September 2026), except `proposal` and `measurements`. Rates are of all rounds, 
 that a mean length is 1 plus the sum of its marginal rates.
 """
 
-import json
-import shlex
 from itertools import accumulate, pairwise
 from typing import Any
 
 from eval.records.figures_schema import Measurement
 from eval.records.result_folders import short_name
-from eval.records.schema import Results
+from eval.records.schema import Results, Target
 from eval.records.speedup_checks import headline_index
+from heads.formats.engine_folder import Setting, vllm_serve
 
 ACCEPTANCE = "acceptance.json"
 
@@ -68,7 +67,7 @@ def rates_of(m: Measurement) -> dict[str, object]:
     }
 
 
-def load_test(profile: dict[str, Any], target: str) -> str:
+def load_test(profile: dict[str, Any], target: Target) -> str:
     """Return the command with which vLLM 0.33 accepts draft tokens of prompt lookup at the head's rates, without the
     head. Rounds in which the lookup finds no draft accept none, so that these rates are the most."""
     settings = {
@@ -79,4 +78,4 @@ def load_test(profile: dict[str, Any], target: str) -> str:
         "rejection_sample_method": "synthetic",
         "synthetic_acceptance_rates": [round(rate, 3) for rate in profile["marginal_accept_rates"]],
     }
-    return f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(json.dumps(settings))}"
+    return vllm_serve(Setting(target=target.name, template=target.template, overrides=target.overrides), settings)

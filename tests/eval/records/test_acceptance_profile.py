@@ -17,7 +17,10 @@ def test_the_profile_says_the_acceptance_of_the_best_chain(results: dict[str, An
     assert profile["measurement_conditions"]["prompts_hash"] == results["settings"]["prompts_hash"]
     assert [m["temperature"] for m in profile["measurements"]] == [0.0, 1.0]  # the trees are none of it
     assert {(m["concurrency"], m["context"]) for m in profile["measurements"]} == {(1, None)}
-    assert '"synthetic_acceptance_rates": [0.6, 0.3]' in load_test(profile, "org/target")
+    target = Results.model_validate(results).target.model_copy(update={"name": "org/target", "overrides": {"min_p": 0}})
+    command = load_test(profile, target)
+    assert '"synthetic_acceptance_rates": [0.6, 0.3]' in command
+    assert """vllm serve org/target --override-generation-config '{"min_p": 0}'""" in command
 
 
 def test_trees_and_block_verification_have_no_profile(results: dict[str, Any]) -> None:
