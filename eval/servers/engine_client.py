@@ -134,15 +134,18 @@ class EngineServer:
         return server
 
     async def open_llamacpp(self, meta: dict[str, Any]) -> None:
-        """Read the properties of a llama-server. How it drafts, and its counters by position, come with an answer."""
+        """Read the properties of a llama-server. Newer builds say how they draft with an answer only, and all count
+        drafts by position only after the first."""
         properties = self.properties = meta | await self.client.send("/props")
         defaults = properties.get("default_generation_settings") or {}
         self.version = str(properties.get("build_info"))
         self.root = str(properties.get("model_path") or self.root)
         self.context_length = int(defaults.get("n_ctx") or self.context_length)
         reply = await self.client.send("/completion", {"prompt": REPETITIVE, "n_predict": CHECKED_TOKENS}, SECONDS)
-        kinds = str((reply.get("generation_settings") or {}).get("speculative.types") or "none")
-        if kinds == "none":
+        settings = (defaults.get("params") or {}, reply.get("generation_settings") or {})
+        said = [part.get("speculative.types") for part in settings]
+        kinds = next((kinds for kinds in said if kinds not in (None, "none")), None)
+        if kinds is None:
             return
         self.depth = len([name for name in await self.counters() if name.isdigit()])
         if not self.depth:

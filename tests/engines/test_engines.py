@@ -109,7 +109,7 @@ def make_second_bos(folder: Path) -> None:
         tokenizer_object=tokenizer, chat_template=template, add_bos_token=True, add_prefix_space=False, **names
     ).save_pretrained(folder)
     config = LlamaConfig(
-        vocab_size=len(tokens), hidden_size=64, intermediate_size=96, num_hidden_layers=6, num_attention_heads=4,
+        vocab_size=len(tokens), hidden_size=64, intermediate_size=96, num_hidden_layers=8, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.2, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
     with torch.random.fork_rng():
