@@ -36,8 +36,8 @@ def need_python(name: str) -> Path:
     python = engine_python(name)
     if python is None:
         raise UserError(
-            f"--engine {name}: {READERS[name]} is not installed here; run scripts/make_engine.sh {name}, or name the "
-            f"Python of its environment in {variable_of(name)}"
+            f"{READERS[name]} is not installed here; run scripts/make_engine.sh {name}, or name the Python of its "
+            f"environment in {variable_of(name)}"
         )
     return python
 

@@ -18,6 +18,7 @@ from eval.servers.llamacpp import check_gguf, convert
 from heads.registry import build_head
 from heads.saved import load_head, save_head, target_record
 from heads.targets.load import load_target
+from scripts import publish
 from tests.support.refusals import refused
 
 pytestmark = pytest.mark.engine
@@ -130,6 +131,15 @@ def test_a_second_bos_of_a_server_is_named(tmp_path: Path) -> None:
     assert parity.main([*words, "--prompts", str(tmp_path / "chats.jsonl"), "--out", str(out)]) == 1
     said = json.loads((out / "parity.json").read_text())["answer"]
     assert said.startswith("the template: the server makes other ids of 1 of 1 prompts: a second BOS: 2 BOS"), said
+
+
+def test_a_head_is_published_as_a_gguf_file_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if engine_python("llama.cpp") is None:
+        pytest.skip("no environment with llama.cpp (scripts/make_engine.sh llama.cpp)")
+    make_second_bos(tmp_path)  # whose tokenizer the converter knows
+    words = [str(tmp_path / "head"), "ann/a-head", "--gguf", "--unmeasured", "--dry-run"]
+    assert publish.main(words) == 0
+    assert "bytes  eagle3-a-head.gguf" in capsys.readouterr().out
 
 
 def test_a_gguf_file_is_read_back_whole(heads: Path, tmp_path: Path) -> None:

@@ -310,6 +310,29 @@ def test_what_an_engine_would_misread_is_published_at_request_alone(
     assert b"rope_scaling.attention_factor" in hub.repos[REPO]["README.md"]
 
 
+@pytest.mark.parametrize(
+    ("settings", "fault"),
+    [
+        ({"norm_output": True}, "--gguf: llama.cpp b11549 would misread it: config.json: norm_output: is not read"),
+        ({"fc_norm": True}, "--gguf: llama.cpp b11549 refuses heads with fc_norm; leave --gguf out"),
+        ({}, "llama.cpp b11549 is not installed here; run scripts/make_engine.sh llama.cpp"),
+    ],
+)
+def test_a_gguf_file_is_made_only_of_a_head_that_llama_cpp_serves(
+    settings: dict[str, Any],
+    fault: str,
+    tiny_target_dir: Path,
+    tmp_path: Path,
+    refused: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("DRAFTSMITH_LLAMACPP_PYTHON", str(tmp_path / "none"))
+    target = load_target(str(tiny_target_dir))
+    head = build_head("eagle3", settings, target, torch.ones(target.vocab_size))
+    save_head(head, tmp_path / "run/head", target=target_record(target))
+    assert fault in refused(tmp_path / "run", REPO, "--unmeasured", "--gguf")
+
+
 def test_a_dry_run_lists_files_and_card_and_needs_no_hub(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "plots/acceptance.png").unlink()
     assert call(run, REPO, "--dry-run") == 0

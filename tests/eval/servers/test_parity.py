@@ -146,7 +146,7 @@ def test_rounds_are_counted_as_engines_count_them(target: FrozenTarget) -> None:
         (["HEAD", "--engine", "mlx", "--engine-head", "x"], "mlx reads the folders as they are"),
         (["HEAD", "--engine", "llama.cpp", "--tree", "tree:2x2x4"], "--tree: engines draft chains here"),
         (["HEAD", "--engine", "mlx"], "mlx-lm 0.32.2 has no method for heads of kind eagle3"),
-        (["HEAD", "--engine", "llama.cpp"], "--engine llama.cpp: llama.cpp b11549 is not installed here"),
+        (["HEAD", "--engine", "llama.cpp"], "error: llama.cpp b11549 is not installed here"),
         (["HEAD", "--engine", "llama.cpp", "--server", "http://127.0.0.1:1"], "no answer"),
     ],
 )
