@@ -201,9 +201,7 @@ def printed_table(pattern: str) -> str:
     for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
         command = [line for line in row["command"].splitlines() if not line.startswith("#")][-1]
         taus = (texts.number(row[f"tau_{where}"]) for where in ("here", "there"))
-        rows.append(
-            [f"`{row['draft']}`", row["engine"], f"`{command}`", *taus, f"{row['texts_equal']} of {row['texts']}"]
-        )
+        rows.append([row["draft"], row["engine"], f"`{command}`", *taus, f"{row['texts_equal']} of {row['texts']}"])
     return markdown(["draft", "engine", "printed command", "tau here", "tau there", "equal texts"], rows)
 
 
