@@ -83,7 +83,7 @@ PYTHON
 python make.py
 python llama.cpp/convert_hf_to_gguf.py base --outtype f32 --outfile base.gguf >log 2>&1 || { cat log; exit 1; }
 python llama.cpp/convert_lora_to_gguf.py adapter --base base --outtype f32 --outfile as-converted.gguf >log 2>&1 || { cat log; exit 1; }
-if grep -iE "warn|rslora|error" log; then exit 1; fi
+if grep -iE "warn|rslora|error" log || grep -E "rslora|alpha_pattern" llama.cpp/convert_lora_to_gguf.py; then exit 1; fi
 python run.py as-converted.gguf different 2>/dev/null
 sed -i 's/"lora_alpha": 16/"lora_alpha": 64/' adapter/adapter_config.json
 python llama.cpp/convert_lora_to_gguf.py adapter --base base --outtype f32 --outfile alpha-times-four.gguf >log 2>&1
