@@ -74,7 +74,7 @@ def place(text: str) -> str:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def is_tuple(hint: Any) -> bool:
+def is_tuple(hint: object) -> bool:
     return get_origin(get_args(hint)[0] if get_origin(hint) is Annotated else hint) is tuple
 
 

@@ -342,7 +342,7 @@ def _read_turn(place: str, turn: Any, nullable: Collection[str] = ()) -> Message
     return {**message, "role": ROLES[role], "content": _text(place, content)}
 
 
-def _thought(part: Mapping[str, Any]) -> object:
+def _thought(part: Mapping[str, object]) -> object:
     return next((part[key] for key in (*THOUGHTS, "text", "summary") if part.get(key)), "")
 
 

@@ -43,7 +43,7 @@ def read_records(
     return islice(_read(path, subset, split), limit)
 
 
-def read_hub(called: str, /, **arguments: Any) -> Iterator[Record]:
+def read_hub(called: str, /, **arguments: object) -> Iterator[Record]:
     """Yield the records of the data set that `datasets.load_dataset` loads with these arguments. `called` is its name
     in messages; it is positional, because `arguments` may contain a `name`."""
 
@@ -223,7 +223,7 @@ def _read_file(file: Path, called: str) -> Iterator[Record]:
     raise UserError(f"{called}: expected {EXPECTED}")
 
 
-def _read_rows(called: str, of: str, remedy: str, load: str, /, **arguments: Any) -> Iterator[Record]:
+def _read_rows(called: str, of: str, remedy: str, load: str, /, **arguments: object) -> Iterator[Record]:
     """Yield the rows of the data set that a function of `datasets` loads."""
     import datasets  # here, because importing it takes a second and local files do not need it
 

@@ -103,7 +103,7 @@ def as_given(messages: Iterable[Message], roles: Collection[str], thinks_in_part
     for message in messages:
         reasoning = next((message[key] for key in REASONING if message.get(key)), None)
         named = {} if reasoning is None else dict.fromkeys(REASONING, reasoning)
-        content: Any = message["content"]
+        content: object = message["content"]
         if isinstance(content, str) and (message["role"] in roles or (thinks_in_parts and named)):
             content = [{"type": "text", "text": content}]
             content = [{"type": "thinking", "thinking": reasoning}, *content] if thinks_in_parts and named else content

@@ -34,7 +34,7 @@ Line = list[tuple[int, float, tuple[float, float] | None]]
 """Tokens, a figure and its interval."""
 
 
-def training_charts(curves: Mapping[str, Sequence[Point]], log: Sequence[Mapping[str, Any]] = ()) -> list[Chart]:
+def training_charts(curves: Mapping[str, Sequence[Point]], log: Sequence[Mapping[str, object]] = ()) -> list[Chart]:
     """Return the charts of the learning curves of runs by name: tau, of a single run also by suite, and its acceptance
     by depth; and of the loss in the `log` (metrics.jsonl), if there is one."""
     curves = {name: points for name, points in curves.items() if len(points) > 1}

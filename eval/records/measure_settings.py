@@ -156,7 +156,7 @@ def served_sampling(target: "FrozenTarget") -> Sampling:
 HINTS = get_type_hints(BenchSettings, include_extras=True)
 
 
-def add_settings_options(parser: argparse.ArgumentParser, names: Iterable[str], **defaults: Any) -> None:
+def add_settings_options(parser: argparse.ArgumentParser, names: Iterable[str], **defaults: object) -> None:
     """Add the options for some settings, which are absent from the parsed ones unless they are given on the command
     line or in `defaults`. An option that takes several values has its setting's name in the singular."""
     for name in names:

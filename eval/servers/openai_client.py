@@ -69,7 +69,7 @@ class ServerClient:
     async def send(
         self,
         path: str,
-        body: Any = None,
+        body: object = None,
         seconds: float = 60.0,
         retries: int | None = None,
         reply: type = object,
@@ -84,7 +84,7 @@ class ServerClient:
                 return await client.get(self.url + path, cast_to=reply, options=options)
             return await client.post(self.url + path, cast_to=reply, body=body, options=options)
 
-    async def stream(self, path: str, body: Any, seconds: float, remedy: str = TAKE_IT) -> AsyncIterator[Any]:
+    async def stream(self, path: str, body: object, seconds: float, remedy: str = TAKE_IT) -> AsyncIterator[Any]:
         """Yield the events of the server's reply to a POST of `body`. The next one must come within `seconds`."""
         from openai import AsyncStream
 

@@ -66,9 +66,9 @@ class Setting:
     schedule: Schedule = ()
     rule: str | None = None
     """The acceptance rule of a measurement above temperature 0, if there was one."""
-    template: Mapping[str, Any] = field(default_factory=dict)
+    template: Mapping[str, object] = field(default_factory=dict)
     """Arguments of the target's chat template."""
-    overrides: Mapping[str, Any] = field(default_factory=dict)
+    overrides: Mapping[str, object] = field(default_factory=dict)
     """Settings of the target's generation_config.json that vLLM refuses with a draft, and what to put there."""
     match: int | None = None
     """Tokens of the match after which a lookup drafts in a head's place."""
@@ -113,7 +113,7 @@ class Format:
     """Read a head of the target in other projects' forms. Returns None for a folder without a head of this kind. Raises
     UserError for a head of another target, or of a kind that cannot be run. Names and shapes of the tensors are checked
     later."""
-    nearest_steps: Callable[[Mapping[str, Any], int], int] = any_number
+    nearest_steps: Callable[[Mapping[str, object], int], int] = any_number
     """(the head's config, wanted draft tokens a round) -> the nearest number that engines draft with it."""
     grows_trees: bool = False
     """True if SGLang also drafts dynamic trees with such heads."""
@@ -121,9 +121,9 @@ class Format:
     """True if both engines read such heads with projections in 8 bits (`heads.formats.quantized`)."""
     tried: str | None = None
     """Sentence on the run of small heads of this kind in an engine (`tests/engines`)."""
-    tried_settings: Mapping[str, Any] = field(default_factory=dict)
+    tried_settings: Mapping[str, object] = field(default_factory=dict)
     """Settings that all heads of that run had; the sentence is of no others."""
-    converters: Callable[[str, str, Mapping[str, Any]], list[str]] = lambda head, target, config: []
+    converters: Callable[[str, str, Mapping[str, object]], list[str]] = lambda head, target, config: []
     """(head, target, the head's config) -> lines on how to convert the folder, and what its own form costs."""
 
 

@@ -67,7 +67,7 @@ def open_target(
     adapter: str | None = None,
     gguf_file: str | None = None,
     fix_mistral_regex: bool | None = None,
-    template: Mapping[str, Any] = MappingProxyType({}),
+    template: Mapping[str, object] = MappingProxyType({}),
 ) -> tuple[FrozenTarget, PreTrainedTokenizerBase | None]:
     """Load a target from a folder or the Hub (OWNER/NAME or OWNER/NAME@REVISION), in its stored dtype unless `dtype` is
     given. `with_tokenizer`: also load its tokenizer, which may name further tokens that end a text.
@@ -194,7 +194,7 @@ def load_target_and_tokenizer(
     return target, tokenizer
 
 
-def break_tie(model: PreTrainedModel, whole: Any, path: str) -> bool:
+def break_tie(model: PreTrainedModel, whole: PreTrainedConfig, path: str) -> bool:
     """Let the configs of a loaded model, from which drafts are made, tie no tables that differ in its checkpoint, both
     of which transformers loads. Return True, and say so, if config.json ties them. `whole`: the config of the whole
     checkpoint."""

@@ -25,7 +25,7 @@ class Stepwise:
         self.index = mixer.layer_idx
         self.name = name
 
-    def __call__(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+    def __call__(self, hidden_states: Tensor, **kwargs: object) -> Tensor:
         """Run the module on hidden_states (B, N, D) -> (B, N, D). Calls without an `HFCache` go to the module's own
         forward pass."""
         cache = kwargs.get(self.name)

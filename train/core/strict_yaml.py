@@ -229,7 +229,7 @@ def _kinds(section: type[BaseModel]) -> tuple[str, ...]:
     return get_args(section.model_fields["kind"].annotation) if "kind" in section.model_fields else ()
 
 
-def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+def _models_in(annotation: object) -> Iterator[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     elif get_origin(annotation) in (Union, UnionType, Annotated, list):

@@ -227,7 +227,7 @@ def load_recipe_target(
     settings: Target,
     accelerator: Accelerator,
     place: Place | None = None,
-    template: Mapping[str, Any] = MappingProxyType({}),
+    template: Mapping[str, object] = MappingProxyType({}),
 ) -> tuple[FrozenTarget, PreTrainedTokenizerBase]:
     """Return the frozen target and its tokenizer. `place` puts the target on its devices; by default it is loaded onto
     this process's device. `template`: arguments of its chat template."""
