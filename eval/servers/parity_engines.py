@@ -131,7 +131,7 @@ def ask_server(
     if server.engine == "llama.cpp":
         engine.facts["weights"] = str(server.properties.get("model_ftype") or server.properties.get("ftype") or "")
         engine.weights = Path(server.root)
-        engine.steps = lambda prompt, text: run(plain_steps(server, prompt, text))
+        engine.steps = lambda prompt, text: run(plain_steps(server, prompt, text, target.eos_token_ids))
     else:
         run(server.check_target(target, prompts[0]))
     if "tokenizer" not in engine.facts:
@@ -151,15 +151,18 @@ def ask_server(
     return engine
 
 
-async def plain_steps(server: EngineServer, ids: Sequence[int], text: Sequence[int]) -> list[Step]:
+async def plain_steps(server: EngineServer, ids: Sequence[int], text: Sequence[int], ends: Sequence[int]) -> list[Step]:
     """Return what the target of a llama-server makes of a text before each of its tokens. A request of one new token is
-    never drafted for."""
+    never drafted for. Where the server chooses one of the `ends`, it says nothing of its probabilities."""
     steps = []
     for n in range(len(text)):
         body = {"prompt": [*ids, *text[:n]], "n_predict": 1, "temperature": 0.0, "samplers": ["temperature"]}
         reply = await server.client.send("/completion", {**body, "n_probs": LIKELIEST, "cache_prompt": True}, SECONDS)
-        found = reply["completion_probabilities"][0]
-        steps.append(Step(found["id"], {token["id"]: token["logprob"] for token in found["top_logprobs"]}))
+        if found := reply.get("completion_probabilities"):
+            likeliest = {token["id"]: token["logprob"] for token in found[0]["top_logprobs"]}
+            steps.append(Step(found[0]["id"], likeliest))
+        else:
+            steps.append(Step(text[n] if text[n] in ends else ends[0], {}))
     return steps
 
 

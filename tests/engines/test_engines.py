@@ -125,12 +125,13 @@ def test_a_second_bos_of_a_server_is_named(tmp_path: Path) -> None:
     if engine_python("llama.cpp") is None:
         pytest.skip("no environment with llama.cpp (scripts/make_engine.sh llama.cpp)")
     make_second_bos(tmp_path)
-    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "the sea, near 2"}]}))
+    prompts = [{"messages": [{"role": "user", "content": "the sea, near 2"}]}, {"text": "<s>def of: the sea"}]
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, prompts)))
     words = [str(tmp_path / "head"), "--target", str(tmp_path), "--engine", "llama.cpp", "--tree", "chain:3"]
     out = tmp_path / "out"
     assert parity.main([*words, "--prompts", str(tmp_path / "chats.jsonl"), "--out", str(out)]) == 1
     said = json.loads((out / "parity.json").read_text())["answer"]
-    assert said.startswith("the template: the server makes other ids of 1 of 1 prompts: a second BOS: 2 BOS"), said
+    assert re.match(r"the template: the server makes other ids of [12] of 2 prompts: a second BOS: 2 BOS", said), said
 
 
 def test_a_head_is_published_as_a_gguf_file_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
