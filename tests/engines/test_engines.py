@@ -95,8 +95,8 @@ def test_what_makes_llama_cpp_differ_is_named(
     assert reason in answer(heads, name, "llama.cpp", tmp_path / "out", *options)
 
 
-def make_second_bos(folder: Path) -> None:
-    """Write a small random Llama whose template writes the BOS that its tokenizer adds, too, with an EAGLE-3 head."""
+def make_known(folder: Path) -> None:
+    """Write a small random Llama, of whose tokenizer llama.cpp's converter knows the form, with an EAGLE-3 head."""
     letters = ["\u2581", *string.ascii_letters, *string.digits, *"[]().,:"]
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *letters]
     model = models.BPE({token: n for n, token in enumerate(tokens)}, [], unk_token="<unk>", byte_fallback=True)
@@ -121,23 +121,10 @@ def make_second_bos(folder: Path) -> None:
     save_head(head, folder / "head", target=target_record(target), dtype=torch.float32)
 
 
-def test_a_second_bos_of_a_server_is_named(tmp_path: Path) -> None:
-    if engine_python("llama.cpp") is None:
-        pytest.skip("no environment with llama.cpp (scripts/make_engine.sh llama.cpp)")
-    make_second_bos(tmp_path)
-    prompts = [{"messages": [{"role": "user", "content": "the sea, near 2"}]}, {"text": "<s>def of: the sea"}]
-    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, prompts)))
-    words = [str(tmp_path / "head"), "--target", str(tmp_path), "--engine", "llama.cpp", "--tree", "chain:3"]
-    out = tmp_path / "out"
-    assert parity.main([*words, "--prompts", str(tmp_path / "chats.jsonl"), "--out", str(out)]) == 1
-    said = json.loads((out / "parity.json").read_text())["answer"]
-    assert re.match(r"the template: the server makes other ids of [12] of 2 prompts: a second BOS: 2 BOS", said), said
-
-
 def test_a_head_is_published_as_a_gguf_file_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if engine_python("llama.cpp") is None:
         pytest.skip("no environment with llama.cpp (scripts/make_engine.sh llama.cpp)")
-    make_second_bos(tmp_path)  # whose tokenizer the converter knows
+    make_known(tmp_path)
     words = [str(tmp_path / "head"), "ann/a-head", "--gguf", "--unmeasured", "--dry-run"]
     assert publish.main(words) == 0
     assert "bytes  eagle3-a-head.gguf" in capsys.readouterr().out

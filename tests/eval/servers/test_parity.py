@@ -18,8 +18,10 @@ import torch
 
 from eval import parity
 from eval.core.command_line import exit_status
+from eval.data.prompts import Prompt
 from eval.servers.parity_counts import Asked, Counting, EngineAnswer, Step, counted
 from eval.servers.parity_ladder import Cause, Ladder, climb
+from eval.servers.parity_run import other_ids
 from eval.servers.rounded_target import AS_HERE, hadamard, log_probabilities, precisions, round_block, round_cache
 from heads.registry import build_head
 from heads.targets.frozen_target import FrozenTarget
@@ -119,6 +121,20 @@ def test_blocks_are_rounded_as_llama_cpps_own_package_rounds_them() -> None:
         theirs = gguf.quants.dequantize(gguf.quants.quantize(values.numpy(), type_), type_)
         assert numpy.abs(round_block(values, kind).numpy() - theirs).max() < 1e-6, kind
     assert torch.allclose(hadamard(64) @ hadamard(64), torch.eye(64), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("ids", "said"),
+    [
+        ([1, 1, 5, 6], "other ids of 1 of 1 prompts: a second BOS: 2 BOS at their start, 1 here (a)"),
+        ([5, 6], "0 BOS at their start, 1 here"),
+        ([1, 5, 7], "others from position 2 on, 3 for 3"),
+    ],
+)
+def test_other_ids_of_a_prompt_are_named(ids: list[int], said: str) -> None:
+    prompt = Prompt("a", "suite", "", "text", (1, 5, 6), messages=({"role": "user", "content": "text"},))
+    assert said in (other_ids([prompt], lambda prompt: ids, 1) or "")
+    assert other_ids([prompt], lambda prompt: [1, 5, 6], 1) is None
 
 
 def test_rounds_are_counted_as_engines_count_them(target: FrozenTarget) -> None:
