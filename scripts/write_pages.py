@@ -49,7 +49,7 @@ DRAFTS = TITLES | {f"lookup+{kind}": f"prompt lookup or {title}" for kind, title
 """Kind of draft -> its title, in the order of the tables."""
 SUITES = {"gsm8k": "GSM8K", "humaneval": "HumanEval", "mt_bench": "MT-Bench", "python-heldout": "Python"}
 """Start of a suite's name -> its title."""
-GREEDY, MEAN = "greedy", "mean"
+GREEDY, SAMPLED, MEAN = "greedy", "T = 1", "mean"
 
 
 class Records:
@@ -97,9 +97,9 @@ class Records:
             return texts.number(fmean(m.tau.mean for m in parts.values()))
         return texts.tau_text(parts[suite]) if suite in parts else texts.MISSING
 
-    def speedup(self, row: tuple[str, str]) -> str:
-        """Return the greedy speedup over all prompts."""
-        pooled = self.pooled.get((*row, GREEDY))
+    def speedup(self, row: tuple[str, str], way: str = GREEDY) -> str:
+        """Return the speedup over all prompts."""
+        pooled = self.pooled.get((*row, way))
         return texts.speedup_cell(pooled) if pooled else texts.MISSING
 
     def caption(self) -> str:
@@ -141,28 +141,29 @@ def first_table(pattern: str) -> str:
     pooled = {row: records.pooled[*row, GREEDY] for row in records.rows if (*row, GREEDY) in records.pooled}
     speeds = {row: m.speedup.measured for row, m in pooled.items() if chain_length(row[1]) and m.speedup}
     fastest = {method: (method, draft) for method, draft in sorted(speeds, key=lambda row: speeds[row])}
-    cells = [*((suite, GREEDY) for suite in records.suites), (records.average, "T = 1")]
-    columns = ["method", "draft", *(f"tau, {suite}" for suite in records.suites), f"tau, {records.average}, T = 1"]
+    cells = [*((suite, GREEDY) for suite in records.suites), (records.average, SAMPLED)]
+    columns = ["method", "draft", *(f"tau, {suite}" for suite in records.suites), f"tau, {records.average}, {SAMPLED}"]
     rows = []
     for row in records.rows:
         if row in fastest.values():
             taus = [records.tau(row, *cell).partition(" ")[0] for cell in cells]
-            rows.append([*row, *taus, records.speedup(row)])
-    return f"{markdown([*columns, 'speedup'], rows)}\n\n{records.caption()}"
+            rows.append([*row, *taus, records.speedup(row), records.speedup(row, SAMPLED)])
+    return f"{markdown([*columns, 'speedup', f'speedup, {SAMPLED}'], rows)}\n\n{records.caption()}"
 
 
 def all_table(pattern: str, *, speeds: bool = True) -> str:
     """Return every draft of every method; without speedups, of chains the longest."""
     records = Records(pattern)
     cells = [(suite, GREEDY) for suite in records.suites if records.average == MEAN]
-    cells += [(records.average, way) for way in (GREEDY, "T = 1", "T = 1, ratio", "greedy, served", "T = 1, served")]
+    cells += [(records.average, way) for way in (GREEDY, SAMPLED, f"{SAMPLED}, ratio", "greedy, served", "T = 1, served")]
     columns = ["method", "draft", *(f"tau, {suite}, {way}" for suite, way in cells)]
     drafts = records.rows if speeds else records.longest
     rows = []
     for row in drafts:
         taus = [records.tau(row, *cell) for cell in cells]
-        rows.append([*row, *taus, *[records.speedup(row)] * speeds])
-    return f"{markdown(columns + ['speedup, greedy'] * speeds, rows)}\n\n{records.caption()}"
+        rows.append([*row, *taus, *(records.speedup(row, way) for way in (GREEDY, SAMPLED) if speeds)])
+    columns += [f"speedup, {way}" for way in (GREEDY, SAMPLED) if speeds]
+    return f"{markdown(columns, rows)}\n\n{records.caption()}"
 
 
 def cost_table(pattern: str) -> str:

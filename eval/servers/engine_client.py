@@ -339,4 +339,10 @@ def count_rounds(drafts: int, accepted: Sequence[int], answers: Sequence[Answer]
         if gain >= 0:
             gained = [n - (gain < depth <= last) for depth, n in enumerate(gained, start=1)]
             tested = [n - (gain < depth <= last + 1) for depth, n in enumerate(tested, start=1)]
-    return RoundCounts(drafts + max(0, -over), gained, tested)
+    number = drafts + max(0, -over)
+    # Drafts beyond the end of an answer count as accepted, so rounds without a draft would be missing. vLLM sends the
+    # tokens of a round together, or those of several.
+    complete = [answer for answer in answers if sum(count for _, count in answer.pieces) == answer.decoded + 1]
+    if any(count > 1 for answer in complete for _, count in answer.pieces):
+        number = max(number, sum(len(answer.pieces) - 1 for answer in complete))
+    return RoundCounts(number, gained, tested)

@@ -413,3 +413,5 @@ def test_the_last_round_is_cut_where_the_answer_ends() -> None:
     assert count_rounds(3, [3, 2, 1], [joined]).accepted == [3, 2, 1]
     without_a_draft = Answer(0.0, count=1 + 4 + 1, pieces=[(0.0, 1), (0.0, 4), (0.0, 1)])
     assert count_rounds(1, [1, 1, 1], [without_a_draft]).number == 2
+    both = Answer(0.0, count=1 + 4 + 1 + 2, pieces=[(0.0, 1), (0.0, 4), (0.0, 1), (0.0, 2)])  # cut, and one without
+    assert count_rounds(2, [2, 2, 2], [both]).number == 3
