@@ -155,7 +155,9 @@ def all_table(pattern: str, *, speeds: bool = True) -> str:
     """Return every draft of every method; without speedups, of chains the longest."""
     records = Records(pattern)
     cells = [(suite, GREEDY) for suite in records.suites if records.average == MEAN]
-    cells += [(records.average, way) for way in (GREEDY, SAMPLED, f"{SAMPLED}, ratio", "greedy, served", "T = 1, served")]
+    cells += [
+        (records.average, way) for way in (GREEDY, SAMPLED, f"{SAMPLED}, ratio", "greedy, served", "T = 1, served")
+    ]
     columns = ["method", "draft", *(f"tau, {suite}, {way}" for suite, way in cells)]
     drafts = records.rows if speeds else records.longest
     rows = []
