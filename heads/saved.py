@@ -22,8 +22,9 @@ from transformers.utils.hub import cached_file
 
 from heads.core.errors import UserError, first_line, warn_once
 from heads.core.files import file_hash, is_full_disk, whole_folder
+from heads.core.serve_commands import Setting
 from heads.foreign.published_files import DAMAGE
-from heads.formats.engine_folder import Setting, Verdict, check_contents
+from heads.formats.engine_folder import Verdict, check_contents
 from heads.formats.quantized import dequantized
 from heads.registry import HEADS, UNTRAINED, kind_of
 from heads.targets.frozen_target import FrozenTarget

@@ -26,8 +26,8 @@ from eval.data.data_files import read_records
 from eval.records.measure_settings import to_settings
 from eval.sweep import Sweep
 from heads.core.engines import ENGINES, VLLM
+from heads.core.serve_commands import Setting
 from heads.foreign.published_blocks import SCALED
-from heads.formats.engine_folder import Setting
 from heads.formats.medusa import OLD_VLLM
 from heads.formats.target_classes import SGLANG_BLOCK_TARGETS, SGLANG_TARGETS, VLLM_TARGETS
 from heads.methods.method_settings import TITLES

@@ -19,17 +19,10 @@ from eval.records.speedup_checks import served_index, verdict_of
 from heads.core.contract import HEAD_TREE, Drafter, split_draft
 from heads.core.engines import ALL_ENGINES, READERS
 from heads.core.errors import UserError
+from heads.core.serve_commands import Setting
 from heads.core.strict_settings import Settings
 from heads.core.tree import TreeShape, parse_shape
-from heads.formats.engine_folder import (
-    BOTH,
-    Setting,
-    Verdict,
-    behind_lookup,
-    check_contents,
-    look_up_in_vllm,
-    why_unserved,
-)
+from heads.formats.engine_folder import BOTH, Verdict, behind_lookup, check_contents, look_up_in_vllm, why_unserved
 from heads.methods.two_drafts import LookupFirst
 from heads.methods.untrained import EarlyExit, Lookup
 from heads.registry import HEADS, kind_of

@@ -28,7 +28,8 @@ from eval.records.schema import Results, Target
 from eval.servers.llamacpp import check_gguf, convert
 from heads.core.engines import ALL_ENGINES, LLAMACPP
 from heads.core.errors import UserError
-from heads.formats.engine_folder import Verdict, gguf_name, why_unfit
+from heads.core.serve_commands import gguf_name
+from heads.formats.engine_folder import Verdict, why_unfit
 from heads.registry import HEADS
 from heads.saved import CONFIG, find_head, load_head, read_config
 from heads.targets.hub import is_hub_id, local_folder, name_of, repo_and_revision, tokenizer_files, with_names

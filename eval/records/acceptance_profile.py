@@ -12,7 +12,7 @@ from eval.records.figures_schema import Measurement
 from eval.records.result_folders import short_name
 from eval.records.schema import Results, Target
 from eval.records.speedup_checks import headline_index
-from heads.formats.engine_folder import Setting, vllm_serve
+from heads.core.serve_commands import Setting, vllm_serve
 
 ACCEPTANCE = "acceptance.json"
 

@@ -11,7 +11,7 @@ import torch
 from eval.servers.engine_process import need_python, run_inside
 from heads.core.engines import LLAMACPP
 from heads.core.errors import UserError
-from heads.formats.engine_folder import Setting
+from heads.core.serve_commands import Setting
 from heads.registry import HEADS
 
 

@@ -23,7 +23,7 @@ from eval.servers.parity_counts import Asked, EngineAnswer, Step
 from heads.core.contract import Drafter
 from heads.core.engines import READERS
 from heads.core.errors import UserError
-from heads.formats.engine_folder import OPENVINO_FOLDER, Setting
+from heads.core.serve_commands import OPENVINO_FOLDER, Setting
 from heads.published import is_published
 from heads.registry import HEADS, kind_of
 from heads.saved import find_head

@@ -13,19 +13,10 @@ from typing import Any
 from heads.blocks.backbone import DraftBlockHead
 from heads.blocks.block_config import DraftBlockConfig
 from heads.core.engines import LLAMACPP, LOCAL_ENGINES, OPENVINO, SGLANG, VLLM, rotation_errors
+from heads.core.serve_commands import llama_cpp, openvino, sglang, vllm
 from heads.core.strict_settings import SAVED
 from heads.foreign.published_blocks import EMBEDDING_SCALE, SCALED, UNSCALED, embedding_scale, read_block
-from heads.formats.engine_folder import (
-    TRIED,
-    Folder,
-    Format,
-    any_number,
-    decoder_config,
-    llama_cpp,
-    openvino,
-    sglang,
-    vllm,
-)
+from heads.formats.engine_folder import TRIED, Folder, Format, any_number, decoder_config
 from heads.formats.target_classes import LLAMACPP_TARGETS, OPENVINO_TARGETS, SGLANG_BLOCK_TARGETS, VLLM_TARGETS
 from heads.parts.layers import SLIDING
 

@@ -7,18 +7,9 @@ from typing import Any
 
 from heads.core.engines import LLAMACPP, MLX, SGLANG, VLLM
 from heads.core.errors import warn_once
+from heads.core.serve_commands import llama_cpp, mlx, sglang, vllm
 from heads.foreign.published_files import Reading, Source
-from heads.formats.engine_folder import (
-    TRIED,
-    Folder,
-    Format,
-    llama_cpp,
-    mlx,
-    named_class,
-    sglang,
-    vllm,
-    with_both_rotations,
-)
+from heads.formats.engine_folder import TRIED, Folder, Format, named_class, with_both_rotations
 from heads.targets.frozen_target import FrozenTarget
 from heads.targets.hub import TOKENIZER_CONFIG, has_file, tokenizer_files
 from heads.targets.smaller_models import fit_vocabulary, load_smaller, model_record, own_weights

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from heads.core.engines import ENGINES, LLAMACPP, OPENVINO, SGLANG, VLLM, rotation_errors
+from heads.core.serve_commands import llama_cpp, openvino, sglang, vllm
 from heads.core.strict_settings import SAVED
 from heads.foreign.published_eagle3 import EMBEDDING, IDS, QWEN3, UNEVEN, read_eagle3
-from heads.formats.engine_folder import TRIED, Folder, Format, decoder_config, llama_cpp, openvino, sglang, vllm
+from heads.formats.engine_folder import TRIED, Folder, Format, decoder_config
 from heads.formats.target_classes import LLAMACPP_TARGETS, OPENVINO_TARGETS, SGLANG_TARGETS, VLLM_TARGETS
 from heads.methods.eagle3 import Eagle3Config
 from heads.parts.head_shape import low_middle_high

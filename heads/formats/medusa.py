@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from heads.core.errors import UserError
+from heads.core.serve_commands import vllm
 from heads.foreign.published_files import Reading, Source, check_same
-from heads.formats.engine_folder import TRIED, Folder, Format, vllm
+from heads.formats.engine_folder import TRIED, Folder, Format
 from heads.methods.medusa import MedusaConfig
 from heads.targets.frozen_target import FrozenTarget
 

@@ -14,9 +14,10 @@ import torch
 from transformers import AutoConfig
 
 from heads.core.engines import SGLANG, VLLM
+from heads.core.serve_commands import sglang, vllm
 from heads.core.strict_settings import SAVED
 from heads.foreign.published_files import Reading, Source, check_same
-from heads.formats.engine_folder import TRIED, Folder, Format, Shapes, named_class, sglang, vllm, with_both_rotations
+from heads.formats.engine_folder import TRIED, Folder, Format, Shapes, named_class, with_both_rotations
 from heads.methods.mtp import MtpConfig
 from heads.methods.mtp_names import LAYOUTS, PARTS, Layout, count_modules, read_native, to_field
 from heads.parts.family_layers import BlockMaker, block_record

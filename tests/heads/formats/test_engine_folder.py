@@ -10,9 +10,10 @@ import torch
 from safetensors.torch import load_file
 
 from heads.core.engines import ENGINES, LLAMACPP, LOCAL_ENGINES, MLX, OPENVINO, SGLANG, VLLM
+from heads.core.serve_commands import Setting
 from heads.core.tree import parse_shape
 from heads.formats.eagle3 import EAGLE
-from heads.formats.engine_folder import Setting, Verdict, behind_lookup, why_unfit
+from heads.formats.engine_folder import Verdict, behind_lookup, why_unfit
 from heads.formats.medusa import MEDUSA, OLD_VLLM
 from heads.formats.mtp import mtp_engine_config
 from heads.published import read_published
