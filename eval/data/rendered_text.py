@@ -14,6 +14,8 @@ from heads.core.errors import shown
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+LEFT_OUT = "with a turn that the chat template leaves out"
+"""Reason of a record with such a turn."""
 TAIL = 16
 """Characters of an earlier answer that a text must have; templates drop what stands before, such as its reasoning."""
 
@@ -37,7 +39,7 @@ def check_rendered(
             raise RecordError(
                 f"{place}: {name} leaves out the text of turn {number} ({message['role']}, {shown(content)}); use one "
                 "that renders it, or fix the record",
-                "with a turn that the chat template leaves out",
+                LEFT_OUT,
             )
 
 

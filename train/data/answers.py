@@ -29,7 +29,7 @@ from eval.runtime.engine import Engine, EngineOptions, Request
 from eval.runtime.sampling_params import Sampling
 from eval.servers.openai_client import ServerClient
 from heads.core.errors import UserError
-from heads.core.files import lock
+from heads.core.files import lock, write_json
 from heads.targets.frozen_target import FrozenTarget
 from heads.targets.identity import changes
 from train.data.answering_server import AnsweringServer, answer_by_server
@@ -210,8 +210,7 @@ class TargetAnswers:
         if found:
             nearest = min(found, key=len)
             self.reader.say(f"data.regenerate: earlier answers are not used: {'; '.join(nearest)}")
-        with cache_errors(self.folder):
-            file.write_text(json.dumps(now))
+        write_json(file, now)
 
     @property
     def count(self) -> int:

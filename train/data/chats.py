@@ -31,7 +31,7 @@ from eval.data.answer_frame import OPENS, REASONING_END, THOUGHTS, shared_start
 from eval.data.chat_template import ChatTemplate
 from eval.data.conversation_forms import FINISH, REASONING
 from eval.data.data_files import Message, RecordError
-from eval.data.rendered_text import check_rendered, without_second_bos
+from eval.data.rendered_text import LEFT_OUT, check_rendered, without_second_bos
 from eval.data.template_traits import blank, common_prefix
 from train.data.corpus import Document
 
@@ -44,6 +44,8 @@ RENDERED = "texts are rendered by the chat template already: their labels are th
 CUT = ("length", "max_tokens")
 """Reasons, by servers' names, for which an answer ended at a limit: no end token follows it."""
 TAGGED = "answers have reasoning in tags in their text, where the chat template knows none: the tags are labels"
+REWRITTEN = "rewritten by the chat template"
+"""Reason of a record in which the labels of an answer cannot be found."""
 BESIDE_CALL = "answers are no labels: they have text beside a tool call, which the chat template does not keep"
 KNOWN = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", "weight", FINISH, *REASONING})
 """Keys of a turn whose meaning is known."""
@@ -116,17 +118,20 @@ def read_conversation(
     for answer in trained_answers(messages, place)[-1 if last_only else 0 :]:
         prompt = template.render(messages[:answer], place=place, tools=tools, answer_next=True)
         whole = template.render(messages[: answer + 1], place=place, tools=tools)
-        fresh = enumerate(messages[num_read : answer + 1], start=num_read + 1)
         try:
             prompt, whole, fresh_notes = _read_answer(template, messages[: answer + 1], prompt, whole, place)
             continues = texts != [] and prompt.startswith(texts[-1].text)
             before = texts[-1] if continues else Rendered("", [])
-            check_rendered(fresh, whole[len(before.text) :], place, template.called, answer + 1)
+            fresh_text = whole[len(before.text) :]
+            check_rendered([(answer + 1, messages[answer])], fresh_text, place, template.called, answer + 1)
         except RecordError as error:
-            if not ("tool_calls" in messages[answer] and messages[answer]["content"].strip()):
+            is_beside_call = "tool_calls" in messages[answer] and messages[answer]["content"].strip()
+            if not is_beside_call or error.reason not in (LEFT_OUT, REWRITTEN):
                 raise
             faults.append(error)
             continue
+        fresh = enumerate(messages[num_read:answer], start=num_read + 1)
+        check_rendered(fresh, fresh_text, place, template.called)
         texts[-1 if continues else len(texts) :] = [Rendered(whole, [*before.answers, (len(prompt), len(whole))])]
         notes += fresh_notes
         num_read = answer + 1
@@ -258,7 +263,7 @@ def _after(template: ChatTemplate, messages: Sequence[Message], head: str, whole
         raise RecordError(
             f"{place}: the chat template rewrites what stands before the answer of turn {len(messages)}, so its "
             "labels cannot be found; give the source a chat_template that only appends",
-            "rewritten by the chat template",
+            REWRITTEN,
         )
     return template.frame.lead + whole[at:]
 

@@ -678,3 +678,6 @@ def test_an_answer_whose_text_beside_a_call_the_template_drops_is_context() -> N
     template.prompt(beside[:3], place="f:1")  # as a server renders it
     with pytest.raises(RecordError, match=r"leaves out the text of turn 2 \(assistant, 'let me look'\)"):
         read_conversation(template, beside[:2], place="f:1")
+    thinking: list[Message] = [CALLED[0], {**beside[1], "reasoning_content": "so"}, *CALLED[2:]]
+    with pytest.raises(RecordError, match="asks for none"):  # and not for its text
+        read_conversation(template_of("Cohere2MoE, not thinking"), thinking, place="f:1")
