@@ -10,7 +10,7 @@ import asyncio
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -18,13 +18,11 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from eval.core.progress import Progress
 from eval.data.prompts import HELD_OUT_SUITE, Prompt, prompts_hash
 from eval.data.template_arguments import with_arguments
 from eval.measure.compare import split_units, units_by_suite
-from eval.measure.figures import token_at, top_two_margins
 from eval.measure.machine import dtype_options, machine
 from eval.measure.model_facts import head_facts, target_facts
 from eval.measure.open_models import fitting_head, load_suites, open_target, open_target_of, say_defaults
@@ -33,7 +31,6 @@ from eval.records.figures_schema import (
     Baseline,
     Divergence,
     Exact,
-    Flip,
     Measurement,
     Percentiles,
     Speculative,
@@ -44,12 +41,9 @@ from eval.records.head_schema import Head, HeadConfig
 from eval.records.journal import Journal
 from eval.records.measure_settings import BenchSettings
 from eval.records.schema import Device, RecordedSettings, Results, Served, Target
-from eval.runtime.engine import Engine, EngineOptions, Request
-from eval.runtime.near_ties import FAR, find_mismatches, first_difference
 from eval.runtime.sampling_params import Sampling
 from eval.servers.engine_client import DRAFTED, DRAFTS, GENERATED, Answer, EngineServer, RoundCounts, count_rounds
-from eval.servers.served_texts import Draws, compare_draws
-from heads.targets.frozen_target import FrozenTarget
+from eval.servers.served_texts import Draws, compare_answers, compare_with_target, pooled
 from heads.targets.hub import is_here
 from heads.targets.target_files import load_tokenizer
 
@@ -88,45 +82,6 @@ class Group:
         repeats = [[answer.decoded for answer in answers] for answers in self.answers]
         tokens = [sum(of_prompt) for of_prompt in zip(*repeats, strict=True)]
         return list(zip(tokens if step == len(self.indices) else [sum(tokens)], numbers, strict=True))
-
-
-def compare_with_target(
-    target: FrozenTarget,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Prompt],
-    texts: Sequence[list[int]],
-    settings: BenchSettings,
-) -> list[Divergence]:
-    """Return where greedy texts of a server differ from plain decoding here. One is a `near_tie` if each of its tokens
-    is within rounding of the target's choice."""
-    longest = max(len(prompt.ids) for prompt in prompts)
-    engine = Engine(target, None, EngineOptions(max_length=longest + settings.max_new_tokens + 1))
-    requests = [Request(list(prompt.ids), settings.max_new_tokens, settings.sampling_at(0.0)) for prompt in prompts]
-    expected = [output.tokens for output in engine.generate(requests)]
-    differing = [n for n, text in enumerate(texts) if text != expected[n]]
-    positions = [first_difference(expected[n], texts[n]) or 0 for n in differing]
-    beginnings = [(requests[n], texts[n][:position]) for n, position in zip(differing, positions, strict=True)]
-    margins = top_two_margins(target, beginnings)
-    found = find_mismatches(target, [(requests[n], texts[n]) for n in differing])
-    differences = []
-    for n, position, margin, mismatches in zip(differing, positions, margins, found, strict=True):
-        plain, here = (token_at(position, ids, tokenizer) for ids in (expected[n], texts[n]))
-        differences.append(
-            Divergence(
-                suite=prompts[n].suite,
-                prompt=prompts[n].id,
-                tree=settings.trees[0],
-                against="plain",
-                temperature=0.0,
-                position=position,
-                plain_text=plain[1],
-                text=here[1],
-                top_two_margin=margin,
-                near_tie=None not in (plain[0], here[0]) and all(mismatch.is_within(FAR) for mismatch in mismatches),
-                flips=[Flip(**vars(mismatch)) for mismatch in mismatches],
-            )
-        )
-    return differences
 
 
 def bench_server(options: argparse.Namespace, settings: BenchSettings, journal: Journal) -> Results:
@@ -257,19 +212,6 @@ def measure_server(
     )
 
 
-def pooled(exacts: Sequence[Exact]) -> Exact:
-    """Return the record `exact` of all settings: of those whose texts were compared, if there are any."""
-    compared = [exact for exact in exacts if exact.identical is not None]
-    return Exact(
-        prompts=sum(exact.prompts for exact in compared or exacts),
-        identical=sum(exact.identical or 0 for exact in compared) if compared else None,
-        divergences=[difference for exact in exacts for difference in exact.divergences],
-        near_ties=[difference for exact in exacts for difference in exact.near_ties],
-        against=(compared or exacts)[0].against,
-        draws=None if compared else exacts[0].draws,
-    )
-
-
 async def ask_all(
     server: EngineServer,
     plain: EngineServer | None,
@@ -331,20 +273,6 @@ async def ask_all(
     if not any(answer.decoded for group in groups for answer in group.answers[0]):
         raise server.error("every answer ended with its first token; use other prompts, or allow more new tokens")
     return groups
-
-
-def compare_answers(
-    server: EngineServer,
-    target: FrozenTarget,
-    prompts: Sequence[Prompt],
-    answers: Mapping[int, Answer],
-    sampling: Sampling,
-) -> Draws:
-    """Compare sampled answers, by the index of their prompts, with the target's distribution."""
-    texts = [answer.tokens for answer in answers.values()]
-    if (largest := max(max(text) for text in texts)) >= target.vocab_size:
-        raise server.error(f"its sampled texts have token {largest}, and {target.name} has {target.vocab_size} tokens")
-    return compare_draws(target, [prompts[i].ids for i in answers], texts, sampling)
 
 
 def served_figures(

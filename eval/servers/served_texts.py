@@ -12,16 +12,30 @@ likeliest.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
-from eval.records.figures_schema import CheckedDraws
-from eval.runtime.near_ties import CHOICES, counts_before, own_states, target_sampling
+from eval.data.prompts import Prompt
+from eval.measure.figures import token_at, top_two_margins
+from eval.records.figures_schema import CheckedDraws, Divergence, Exact, Flip
+from eval.records.measure_settings import BenchSettings
+from eval.runtime.engine import Engine, EngineOptions
+from eval.runtime.near_ties import (
+    CHOICES,
+    FAR,
+    counts_before,
+    find_mismatches,
+    first_difference,
+    own_states,
+    target_sampling,
+)
 from eval.runtime.request import Request
 from eval.runtime.sampling_params import Sampling
+from eval.servers.engine_client import Answer, EngineServer
 from heads.targets.frozen_target import FrozenTarget
 
 CHECKED_TOKENS = 16
@@ -111,3 +125,69 @@ def compare_draws(
 
 def _at_likeliest(logp: Tensor) -> Tensor:
     return torch.zeros_like(logp).scatter_(-1, logp.argmax(dim=-1, keepdim=True), 1.0)
+
+
+def compare_with_target(
+    target: FrozenTarget,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    texts: Sequence[list[int]],
+    settings: BenchSettings,
+) -> list[Divergence]:
+    """Return where greedy texts of a server differ from plain decoding here. One is a `near_tie` if each of its tokens
+    is within rounding of the target's choice."""
+    longest = max(len(prompt.ids) for prompt in prompts)
+    engine = Engine(target, None, EngineOptions(max_length=longest + settings.max_new_tokens + 1))
+    requests = [Request(list(prompt.ids), settings.max_new_tokens, settings.sampling_at(0.0)) for prompt in prompts]
+    expected = [output.tokens for output in engine.generate(requests)]
+    differing = [n for n, text in enumerate(texts) if text != expected[n]]
+    positions = [first_difference(expected[n], texts[n]) or 0 for n in differing]
+    beginnings = [(requests[n], texts[n][:position]) for n, position in zip(differing, positions, strict=True)]
+    margins = top_two_margins(target, beginnings)
+    found = find_mismatches(target, [(requests[n], texts[n]) for n in differing])
+    differences = []
+    for n, position, margin, mismatches in zip(differing, positions, margins, found, strict=True):
+        plain, here = (token_at(position, ids, tokenizer) for ids in (expected[n], texts[n]))
+        differences.append(
+            Divergence(
+                suite=prompts[n].suite,
+                prompt=prompts[n].id,
+                tree=settings.trees[0],
+                against="plain",
+                temperature=0.0,
+                position=position,
+                plain_text=plain[1],
+                text=here[1],
+                top_two_margin=margin,
+                near_tie=None not in (plain[0], here[0]) and all(mismatch.is_within(FAR) for mismatch in mismatches),
+                flips=[Flip(**vars(mismatch)) for mismatch in mismatches],
+            )
+        )
+    return differences
+
+
+def compare_answers(
+    server: EngineServer,
+    target: FrozenTarget,
+    prompts: Sequence[Prompt],
+    answers: Mapping[int, Answer],
+    sampling: Sampling,
+) -> Draws:
+    """Compare sampled answers, by the index of their prompts, with the target's distribution."""
+    texts = [answer.tokens for answer in answers.values()]
+    if (largest := max(max(text) for text in texts)) >= target.vocab_size:
+        raise server.error(f"its sampled texts have token {largest}, and {target.name} has {target.vocab_size} tokens")
+    return compare_draws(target, [prompts[i].ids for i in answers], texts, sampling)
+
+
+def pooled(exacts: Sequence[Exact]) -> Exact:
+    """Return the record `exact` of all settings: of those whose texts were compared, if there are any."""
+    compared = [exact for exact in exacts if exact.identical is not None]
+    return Exact(
+        prompts=sum(exact.prompts for exact in compared or exacts),
+        identical=sum(exact.identical or 0 for exact in compared) if compared else None,
+        divergences=[difference for exact in exacts for difference in exact.divergences],
+        near_ties=[difference for exact in exacts for difference in exact.near_ties],
+        against=(compared or exacts)[0].against,
+        draws=None if compared else exacts[0].draws,
+    )
