@@ -11,9 +11,12 @@ bounded below, so that one rare token or one beyond a filter's edge decides noth
 likeliest.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -35,8 +38,10 @@ from eval.runtime.near_ties import (
 )
 from eval.runtime.request import Request
 from eval.runtime.sampling_params import Sampling
-from eval.servers.engine_client import Answer, EngineServer
 from heads.targets.frozen_target import FrozenTarget
+
+if TYPE_CHECKING:
+    from eval.servers.engine_client import Answer, EngineServer
 
 CHECKED_TOKENS = 16
 """Tokens of the greedy answer that shows whether a server runs the target."""
