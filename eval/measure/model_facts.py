@@ -16,7 +16,7 @@ from eval.records.provenance import Provenance
 from eval.records.results import read_curve
 from eval.records.schema import HEAD, TARGET, Target
 from eval.records.speedup_checks import served_index, verdict_of
-from heads.core.contract import HEAD_TREE, Drafter, split_draft
+from heads.core.contract import HEAD_TREE, Drafter, DraftHead, split_draft
 from heads.core.engines import ALL_ENGINES, READERS
 from heads.core.errors import UserError
 from heads.core.serve_commands import Setting
@@ -185,11 +185,11 @@ def engine_verdicts(
         _, path = split_draft(str(path))
         verdicts = engine_verdicts(path, replace(setting, match=None), head.head, target)
         return [behind_lookup(verdict, setting.match or head.match, setting.steps) for verdict in verdicts]
-    if head is not None and head.origin is not None and target is not None:
+    if isinstance(head, DraftHead) and head.origin is not None and target is not None:
         kind, dtype = kind_of(head), str(target.dtype).removeprefix("torch.")
-        form, own, record = HEADS[kind].format, head.config, target_record(target)  # type: ignore[attr-defined]
+        form, own, record = HEADS[kind].format, head.config, target_record(target)
         config = form.engine_config(own, record, dtype) | {"draftsmith": {"config": own.model_dump()}}
-        shapes = {key: tuple(tensor.shape) for key, tensor in head.to_checkpoint().items()}  # type: ignore[attr-defined]
+        shapes = {key: tuple(tensor.shape) for key, tensor in head.to_checkpoint().items()}
         verdicts = check_contents(config, shapes, form, kind, record, setting)
         misread = {engine: [line for line in head.origin.differs if line.startswith(engine)] for engine in ALL_ENGINES}
         return [replace(verdict, errors=(*verdict.errors, *misread.get(verdict.reader, ()))) for verdict in verdicts]
