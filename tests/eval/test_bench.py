@@ -122,7 +122,7 @@ def test_a_search_also_finds_the_match_from_which_a_lookup_drafts(tmp_path: Path
         assert m["least_match"] == best and m["exact"]["identical"] == m["exact"]["prompts"]
         used, parts = m["lookup"], [suite["lookup"] for suite in m["suites"].values()]
         assert used["rounds"] == parts[0]["rounds"] < sum(m["accepted_histogram"])
-        assert min(used["accepted"], used["rounds"]) > 0 or best > 3  # few matches are long
+        assert min(used["accepted"], used["rounds"]) > 0 or best > 2  # the clock chooses it, and few matches are long
         assert used["accepted"] <= sum(n * count for n, count in enumerate(m["accepted_histogram"]))
         assert m["speedup"]["predicted"] > 0
     said = f"at a lookup after matches of 1, 2, 3, 4, 6 tokens, of which {best} was the fastest"
