@@ -97,7 +97,7 @@ class Conversation:
         text, ids = render(messages, self.tokenizer)
         if fault := unknown_token(ids, self.tokenizer, self.target.vocab_size):
             raise UserError(f"the prompt: {fault}; remove it")
-        room = prompt_room(self.target, self.max_new_tokens, self.shape.nodes)
+        room = prompt_room(self.target.name, self.target.context_length, self.max_new_tokens, self.shape.nodes)
         if not 1 <= len(ids) <= room:
             raise UserError(
                 f"the conversation with this prompt has {len(ids)} tokens; expected 1 to {room}, which leave room for "

@@ -129,13 +129,13 @@ def load_pair(path: str, **how: Any) -> tuple[FrozenTarget, PreTrainedTokenizerB
         return load_target_and_tokenizer(path, **how)
 
 
-def prompt_room(target: FrozenTarget, max_new_tokens: int, max_nodes: int) -> int:
-    """Return the maximum length of a prompt. Raise UserError if it is less than 1."""
-    room = target.context_length - max_new_tokens - max_nodes
+def prompt_room(name: str, context_length: int, max_new_tokens: int, max_nodes: int) -> int:
+    """Return the maximum length of a prompt in the context of a model. Raise UserError if it is less than 1."""
+    room = context_length - max_new_tokens - max_nodes
     if room < 1:
         raise UserError(
             f"{max_new_tokens} new tokens and a tree of {max_nodes} nodes leave no room for a prompt in the "
-            f"{target.context_length} positions of {target.name}; ask for fewer new tokens"
+            f"{context_length} positions of {name}; ask for fewer new tokens"
         )
     return room
 
@@ -150,7 +150,7 @@ def choose_prompts(
     """Return the prompts of every suite that fit with their output and a tree of `max_nodes`, including later turns of
     conversations. A later turn follows the target's own greedy answers. With a `context`, return prompts of so many
     tokens, cut from the suites' texts: `num_prompts` of each, or two of the largest batches."""
-    room = prompt_room(target, settings.max_new_tokens, max_nodes)
+    room = prompt_room(target.name, target.context_length, settings.max_new_tokens, max_nodes)
     limit = min(settings.max_prompt_tokens or room, room)
     if context is not None:
         if context > room:

@@ -25,7 +25,7 @@ from eval.data.template_arguments import with_arguments
 from eval.measure.compare import split_units, units_by_suite
 from eval.measure.machine import dtype_options, machine
 from eval.measure.model_facts import head_facts, target_facts
-from eval.measure.open_models import fitting_head, load_suites, open_target, open_target_of, say_defaults
+from eval.measure.open_models import fitting_head, load_suites, open_target, open_target_of, prompt_room, say_defaults
 from eval.records import metrics
 from eval.records.figures_schema import (
     Baseline,
@@ -147,11 +147,11 @@ def measure_server(
         answers = (run(server.ask(prompt, Sampling(), settings.max_new_tokens)) for prompt in prompts)
         return [answer.text if tokenizer is None else answer.tokens or answer.text for answer in answers]
 
-    room = server.context_length - settings.max_new_tokens - server.depth - 1
+    room = prompt_room(server.root, server.context_length, settings.max_new_tokens, server.depth + 1)
     vocab_size = target.vocab_size if target else None
     prompts = load_suites(settings, tokenizer, min(settings.max_prompt_tokens or room, room), answer, vocab_size)
     if target:
-        run(server.check_target(target, prompts[0]))
+        run(server.check_target(target, prompts[0], settings.min_p))
     measurements: list[Measurement] = []
     for temperature in settings.temperatures:
         for _, concurrency in settings.points:

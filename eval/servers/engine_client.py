@@ -302,9 +302,11 @@ class EngineServer:
         answer.pieces = [(first, 1), (now, answer.decoded)] if answer.decoded else [(first, 1)]
         return answer
 
-    async def check_target(self, target: FrozenTarget, prompt: Prompt) -> None:
-        """Raise UserError if its greedy answer cannot be the target's: its figures would be another model's."""
-        tokens = (await self.ask(prompt, Sampling(), CHECKED_TOKENS, target.eos_token_ids)).tokens
+    async def check_target(self, target: FrozenTarget, prompt: Prompt, min_p: float = 0.0) -> None:
+        """Raise UserError if its greedy answer cannot be the target's: its figures would be another model's. `min_p`:
+        that of the requests to come, which changes no greedy answer; a server that takes none refuses this one."""
+        sampling = Sampling(min_p=min_p)
+        tokens = (await self.ask(prompt, sampling, CHECKED_TOKENS, target.eos_token_ids)).tokens
         if not tokens:  # the server returns text alone
             return
         foreign = "it has tokens that the target has not"
