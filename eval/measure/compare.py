@@ -18,6 +18,7 @@ import torch
 
 from eval.core.progress import Progress
 from eval.data.prompts import Prompt, prompts_hash
+from eval.measure.machine import busy_cores
 from eval.measure.roofline import phase_seconds
 from eval.records.journal import Journal
 from eval.records.measure_settings import BenchSettings
@@ -91,6 +92,8 @@ class Comparison:
     breakdowns: list[dict[str, float]] = field(default_factory=list)
     """Seconds of one round by phase for each of `drafting`; under `plain`, seconds of a plain step measured in the same
     minute."""
+    others: float | None = None
+    """Cores that other processes used when it began, if they left too few."""
 
     @property
     def in_distribution(self) -> bool:
@@ -146,8 +149,8 @@ def compare(
     journal: Journal | None = None,
 ) -> Comparison:
     """Decode `prompts` plainly and with every draft in turns, `settings.repeats` times. `where`: more words for the
-    lines of progress. `phases`: also measure the phases of a round. `journal`: keeps each turn, and has those that an
-    interrupted measurement made."""
+    lines of progress. `phases`: also measure the phases of a round, and look whether the machine is free. `journal`: keeps
+    each turn, and has those that an interrupted measurement made."""
     names = ", ".join(dict.fromkeys(str(shape) for _, shape in drafts))
     if len(names) > MAX_NAMES:
         names = f"{len(drafts)} drafts"
@@ -161,6 +164,10 @@ def compare(
     made = {turn: turn_of(journal.get(part, *turn)) for turn in turns}
     done = len(variants) * sum(len(result.units[unit]) for (_, unit), each in made.items() if each)
     total = settings.repeats * len(variants) * len(prompts)
+    result.others = journal.get(part, "others")
+    if phases and done < total and (used := busy_cores(target.device)) is not None:
+        result.others = used
+        journal.add(used, part, "others")
     with Progress(f"{what}: output", total, done=done, cold=True) as progress:
         if done < total:
             warm_up(result)

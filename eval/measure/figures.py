@@ -213,6 +213,7 @@ def figures(
         tokens=sum(len(output.tokens) for output in outputs),
         undecoded=sum(len(output.tokens) == 1 for output in outputs),
         draft_bytes=sum(bytes_read(variant.engine)),
+        busy_cores=comparison.others,
     )
     head = variant.engine.head
     if isinstance(head, LookupFirst):

@@ -382,6 +382,8 @@ def busy_warning(measurements: Sequence[Measurement]) -> str | None:
     if uneven := [most_uneven(m) for m in disturbed if is_uneven(m)]:
         kind, mean, median = max(uneven, key=lambda step: step[1] / step[2])
         cause = f"{kind} took {number(mean)} ms on average and {number(median)} in the median"
+    if others := [m.busy_cores for m in disturbed if m.busy_cores is not None]:
+        cause = f"other processes used {max(others):.1f} of the cores when a measurement began, and left too few"
     without = without_speedup(disturbed, measurements)
     return f"{cause}: something else used this machine; {without}; measure again while the machine is idle"
 

@@ -202,5 +202,7 @@ class Measurement(Part):
     speculative: Speculative = Speculative()
     speedup: Speedup | None = None
     turns: Turns = Turns()
+    busy_cores: float | None = None
+    """Cores that other processes used when it began, if they left fewer than its threads need."""
     suites: dict[str, "Measurement"] = {}
     """The same figures of each suite, and of each category as `suite/category`."""

@@ -1,7 +1,8 @@
 """Reliability of a measured speedup: one rule for every place that prints one or concludes from one.
 
-A round costs at least one pass of the target, so a speedup is at most tau. A larger figure, or plain steps that did not
-all take the same time, show that something else used the machine. What is not reliable is stored but not printed.
+A round costs at least one pass of the target, so a speedup is at most tau. A larger figure, plain steps that did not all
+take the same time, or others that kept the cores busy when the measurement began show that something else used the
+machine. What is not reliable is stored but not printed.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def why_unreliable(figures: Measurement) -> str | None:
     if math.isnan(speedup.measured) or (speedup.tokens is not None and speedup.tokens < MIN_TOKENS):
         return TOO_FEW_TOKENS
     believable = all(is_believable(value, figures.tau.mean) for value in (speedup.measured, speedup.predicted))
-    return None if believable and not is_uneven(figures) else MACHINE_BUSY
+    return None if believable and not is_uneven(figures) and figures.busy_cores is None else MACHINE_BUSY
 
 
 def verdict_of(figures: Measurement) -> str | None:

@@ -58,7 +58,7 @@ def test_no_printed_speedup_exceeds_tau() -> None:
     assert min(stated, impossible, withheld) > 20, (stated, impossible, withheld)
 
 
-@pytest.mark.parametrize("change", ["speedup", "predicted", "plain steps", "rounds", "tokens"])
+@pytest.mark.parametrize("change", ["speedup", "predicted", "plain steps", "rounds", "cores", "tokens"])
 def test_an_unreliable_speedup_is_nowhere(change: str, results: dict[str, Any]) -> None:
     """Nor is a conclusion drawn from it."""
     for m in [part for whole in results["measurements"] for part in (whole, *whole["suites"].values())]:
@@ -78,6 +78,8 @@ def test_an_unreliable_speedup_is_nowhere(change: str, results: dict[str, Any]) 
                 m["baseline"]["step_ms"]["mean"] = 1.6
             case "rounds":
                 m["speculative"]["round_ms"]["mean"] = 1.6
+            case "cores":
+                m["busy_cores"] = 1.9
             case "tokens":
                 m["speedup"]["tokens"] = 63
     results["auto"][0] |= {"measured": {}, "chosen": None, "unreliable": ["chain:2", "tree:2x2x4"]}
