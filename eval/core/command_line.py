@@ -19,6 +19,7 @@ from typing import Annotated, Any, NoReturn, get_args, get_origin
 
 from pydantic import TypeAdapter, ValidationError
 
+from eval.core.signals import as_interrupts
 from heads.core.contract import HEAD_TREE, Drafter, shape_for
 from heads.core.errors import UserError, first_line
 from heads.core.files import expanded, is_full_disk
@@ -197,7 +198,8 @@ def print_line(text: str | None) -> None:
 
 def exit_status(act: Callable[[], int], say: Callable[[str], None] = print_line) -> int:
     """Return the result of `act`, or the exit status of its exception: 2, with one line, for an error that the user can
-    fix; 130 for an interrupt; 141, silently, if the reader of standard output has closed it; else 1."""
+    fix; 130 for an interrupt, SIGTERM and SIGHUP included; 141, silently, if the reader of standard output has closed
+    it; else 1."""
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # its retries are ten lines before the one that says why
     for name in ("torchao", "torch.utils._pytree"):  # if torchao is installed, transformers imports it, and it warns
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -205,7 +207,8 @@ def exit_status(act: Callable[[], int], say: Callable[[str], None] = print_line)
         sys.stdout.reconfigure(errors="replace")
     try:
         try:
-            status = act()
+            with as_interrupts():
+                status = act()
         except SystemExit as ended:
             if isinstance(ended.__context__, BrokenPipeError):  # raised by rich, which redirected output to /dev/null
                 return UNREAD

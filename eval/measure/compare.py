@@ -149,8 +149,8 @@ def compare(
     journal: Journal | None = None,
 ) -> Comparison:
     """Decode `prompts` plainly and with every draft in turns, `settings.repeats` times. `where`: more words for the
-    lines of progress. `phases`: also measure the phases of a round, and look whether the machine is free. `journal`: keeps
-    each turn, and has those that an interrupted measurement made."""
+    lines of progress. `phases`: also measure the phases of a round, and look whether the machine is free. `journal`:
+    keeps each turn, and has those that an interrupted measurement made."""
     names = ", ".join(dict.fromkeys(str(shape) for _, shape in drafts))
     if len(names) > MAX_NAMES:
         names = f"{len(drafts)} drafts"

@@ -1,7 +1,7 @@
 """Reliability of a measured speedup: one rule for every place that prints one or concludes from one.
 
-A round costs at least one pass of the target, so a speedup is at most tau. A larger figure, plain steps that did not all
-take the same time, or others that kept the cores busy when the measurement began show that something else used the
+A round costs at least one pass of the target, so a speedup is at most tau. A larger figure, plain steps that did not
+all take the same time, or others that kept the cores busy when the measurement began show that something else used the
 machine. What is not reliable is stored but not printed.
 """
 

@@ -1,16 +1,14 @@
 """Handling of SIGTERM, SIGHUP and Ctrl-C: deferred during a step, immediate where nothing would be lost."""
 
-import os
-import select
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, Self
 
+from eval.core.signals import leave_terminal
+
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-HANGUP_MS = 200
-"""Time in which the programs of a closed terminal end."""
 
 
 class Interrupted(KeyboardInterrupt):
@@ -67,13 +65,3 @@ class Interrupts:
         again, self.asked = self.asked, True
         if (again and number == signal.SIGINT) or (not again and not self._held):
             raise Interrupted
-
-
-def leave_terminal() -> None:
-    """Discard further output to a terminal that is gone, or to a program that ended with it, such as tee: a line that
-    cannot be printed must not cost a checkpoint."""
-    for stream in (1, 2):
-        closed = select.poll()
-        closed.register(stream, 0)
-        if closed.poll(HANGUP_MS):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
