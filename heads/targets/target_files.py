@@ -78,10 +78,12 @@ def load_tokenizer(
     adapter: str | None = None,
     fix_mistral_regex: bool | None = None,
 ) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of the model at `path`, or of its GGUF file, or that beside its adapter if there is one.
+    """Load the tokenizer of the model at `path`, else of its GGUF file, or that beside its adapter if there is one.
     `fix_mistral_regex`: whether transformers replaces the pattern by which it splits text; None: it stays, and a line
     says so if transformers doubts it. UserError if it cannot be loaded."""
     how: dict[str, Any] = {} if gguf_file is None else {"gguf_file": gguf_file}
+    if holds(path, "tokenizer.json"):  # transformers 5.24 reads it in place of a GGUF file's, and drops what is beside it
+        how = {}
     try:
         if adapter is not None and has_file(adapter, TOKENIZER_CONFIG):
             warn_once(f"{adapter}: brings a tokenizer and its chat template, which replace those of {path}")

@@ -241,6 +241,11 @@ def test_a_gguf_file_holds_weights_and_tokenizer(
     tokenizers = load_tokenizer(str(tmp_path), gguf_file="tiny.gguf"), load_tokenizer(str(tiny_target_dir))
     ours, theirs = (each("return the line", add_special_tokens=False).input_ids for each in tokenizers)
     assert ours == theirs and tokenizers[0].decode(ours) == "return the line"
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(tiny_target_dir / file, tmp_path)
+    beside = load_tokenizer(str(tmp_path), gguf_file="tiny.gguf")
+    for name in ("eos_token", "chat_template"):  # transformers 5.24 reads tokenizer.json alone, and drops these
+        assert getattr(beside, name) == getattr(tokenizers[1], name) is not None
     assert "found no other.gguf" in refused(load_target, str(tmp_path), gguf_file="other.gguf")
     monkeypatch.setattr("heads.targets.target_files.find_spec", lambda name: None)
     assert "pip install -e '.[gguf]'" in refused(load_target, str(tmp_path), gguf_file="tiny.gguf")
