@@ -82,7 +82,7 @@ def load_tokenizer(
     `fix_mistral_regex`: whether transformers replaces the pattern by which it splits text; None: it stays, and a line
     says so if transformers doubts it. UserError if it cannot be loaded."""
     how: dict[str, Any] = {} if gguf_file is None else {"gguf_file": gguf_file}
-    if holds(path, "tokenizer.json"):  # transformers 5.24 reads it in place of a GGUF file's, and drops what is beside it
+    if holds(path, "tokenizer.json"):  # with a GGUF file, transformers 5.24 would read it without what is beside it
         how = {}
     try:
         if adapter is not None and has_file(adapter, TOKENIZER_CONFIG):
