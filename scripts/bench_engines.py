@@ -1,11 +1,13 @@
-"""Speed and texts of this runtime beside llama.cpp: one model, the same prompts, batch 1, greedy, in turns.
+"""Speed and texts of this runtime beside llama.cpp and others: one model, the same prompts, batch 1, greedy, in turns.
 
     python scripts/bench_engines.py MODEL HEAD --prompts mine.jsonl --out speed.json
     python scripts/bench_engines.py MODEL HEAD --gguf model-Q8_0.gguf,model-Q4_K_M.gguf
+    python scripts/bench_engines.py MODEL HEAD --server http://localhost:8000,http://localhost:8001
 
 Both decode plainly and with the head in chains, with float32 weights and caches and as many threads (OMP_NUM_THREADS).
 Every prompt is decoded by all of them before the next one. Seconds are those after the prompt was read. --gguf adds
-llama.cpp alone on other files of the model: does a draft still pay there, and is drafted text the plain one? The bound
+llama.cpp alone on other files of the model: does a draft still pay there, and is drafted text the plain one? --server
+adds servers that run already with the same model in float32, such as a vLLM with the head and one without. The bound
 beside the figures is the time to read the weights once. Needs llama.cpp's environment (scripts/make_engine.sh).
 Exit status 1 if texts of float32 differ.
 """
@@ -24,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from eval.core.command_line import Parser, add_head_options, exit_status, typed
 from eval.data.prompts import Prompt, prompts_hash
 from eval.records.measure_settings import add_prompt_options, to_settings
+from eval.servers.openai_client import check_url
 from heads.core.errors import UserError
 from heads.core.files import check_file
 from heads.core.strict_settings import Count
@@ -33,12 +36,13 @@ WARM_UP_TOKENS = 8
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = Parser("Speed of this runtime beside llama.cpp's.")
+    parser = Parser("Speed of this runtime beside that of engines.")
     add: Any = parser.add_argument
     add("model", help="folder of the target")
     add_head_options(parser)
     add("--depths", type=typed(tuple[Count, ...]), default=(3, 5), help="draft tokens in a round; default: 3,5")
     add("--gguf", type=typed(tuple[str, ...]), default=(), help="other files of the target, separated by commas")
+    add("--server", type=typed(tuple[str, ...]), default=(), help="servers of the model that run, separated by commas")
     add("--repeats", type=typed(Count), default=1, help="times that each decodes each prompt; default: %(default)s")
     add_prompt_options(parser, num_prompts=12, max_prompt_tokens=256, max_new_tokens=96)
     options = parser.parse_args(arguments)
@@ -138,7 +142,21 @@ def measure(options: argparse.Namespace, opened: ExitStack) -> int:
                 return answer.tokens, seconds, max(len(answer.tokens) - 1 - answer.accepted, 1)
 
             decoders["llama.cpp", name, depth] = there
+    servers = []
+    for url in options.server:
+        server = opened.enter_context(open_server(check_url(url), runner.run))
+        servers.append(server.name)
 
+        def served(prompt: Prompt, count: int, server: EngineServer = server) -> tuple[list[int], float, int]:
+            answer = runner.run(server.ask(prompt, Sampling(), count, target.eos_token_ids))
+            rounds = sum(answer.rounds) if server.depth else len(answer.tokens) - 1
+            return answer.tokens, answer.pieces[-1][0] - answer.pieces[0][0], rounds  # as they arrive
+
+        decoders[server.engine, FLOAT32, server.depth] = served
+
+    for name, weights, _ in decoders:
+        if (name, weights, 0) not in decoders:
+            raise UserError(f"--server: {name} drafts; name one without a draft, too, to compare it with")
     for decode in decoders.values():
         decode(prompts[0], WARM_UP_TOKENS)
     texts: dict[tuple[str, str, int], list[list[int]]] = {key: [] for key in decoders}
@@ -164,10 +182,11 @@ def measure(options: argparse.Namespace, opened: ExitStack) -> int:
     rows = []
     for key in order:
         engine_name, name, depth = key
-        own = texts[engine_name, name, 0]
-        reference = (tokens[engine_name, name, 0], seconds[engine_name, name, 0])
+        own_plain = (engine_name, name, 0)
+        own = texts[own_plain]
+        reference = (tokens[own_plain], seconds[own_plain])
         rate = tokens[key], seconds[key]
-        drafted = bytes_read(engines[depth])[0] if depth else 0
+        drafted = bytes_read(engines[depth])[0] if depth in depths else 0
         ratio = with_interval(rate_ratio(rate, reference), rate_ratio_interval(rate, reference)) if depth else "1"
         decoded = sum(len(text) - 1 for text in texts[key])
         tau = decoded / max(passes[key], 1)
@@ -209,6 +228,7 @@ def measure(options: argparse.Namespace, opened: ExitStack) -> int:
             "repeats": options.repeats,
             "copy_bandwidth": bandwidth,
             "llama_cpp": "b11549 (xllamacpp 2026.10.11549), caches in float32, no flash attention",
+            "servers": servers,
             "time": time.strftime("%Y-%m-%d"),
             "rows": rows,
         }
