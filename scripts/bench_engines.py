@@ -154,8 +154,8 @@ def measure(options: argparse.Namespace, opened: ExitStack) -> int:
 
         decoders[server.engine, FLOAT32, server.depth] = served
 
-    for name, weights, _ in decoders:
-        if (name, weights, 0) not in decoders:
+    for name, form, _ in decoders:
+        if (name, form, 0) not in decoders:
             raise UserError(f"--server: {name} drafts; name one without a draft, too, to compare it with")
     for decode in decoders.values():
         decode(prompts[0], WARM_UP_TOKENS)
