@@ -45,6 +45,15 @@ def eagle3(target: FrozenTarget, **settings: Any) -> Any:
         return build_head("eagle3", {"depth": 3, **settings}, target, torch.ones(target.vocab_size)).float().eval()
 
 
+def dflash(target: FrozenTarget, **settings: Any) -> Any:
+    """A head whose layers norm their keys differently, as trained ones do."""
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(4)
+        head: Any = build_head("dflash", settings, target, torch.ones(target.vocab_size)).float().eval()
+        head.layers[1].self_attn.k_norm.weight.mul_(0.3)
+        return head
+
+
 def ladder(target: FrozenTarget, head: Any, **engine: Any) -> Ladder:
     return Ladder(target, head, DEPTH, "llama.cpp", PROMPTS, NEW, Asked("an engine", **engine))
 
@@ -63,12 +72,13 @@ def conclude(target: FrozenTarget, head: Any, answers: list[EngineAnswer], **eng
         ({}, "the engine: its layers are one too deep, [3, 5, 6] for [2, 4, 5]"),
         ({"aux_layer_ids": [1, 3, 6]}, "the engine: the default layers took the place of its own"),
         ({}, "the engine: it drafts 2 tokens a round, not 3"),
+        ({"num_layers": 2, "block_size": 4}, "the engine: the first layer's norm of keys is applied in every layer"),
     ],
 )
 def test_what_reproduces_the_engines_counts_is_named(
     settings: dict[str, Any], cause: str, target: FrozenTarget
 ) -> None:
-    head = eagle3(target, **settings)
+    head = (dflash if "block_size" in settings else eagle3)(target, **settings)
     whole = ladder(target, head)
     name = cause.partition(": ")[2]
     tried: Cause = next(each for each in whole.causes() if each.name.startswith(name))
