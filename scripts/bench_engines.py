@@ -182,15 +182,14 @@ def measure(options: argparse.Namespace, opened: ExitStack) -> int:
     rows = []
     for key in order:
         engine_name, name, depth = key
-        own_plain = (engine_name, name, 0)
-        own = texts[own_plain]
-        reference = (tokens[own_plain], seconds[own_plain])
+        own = texts[engine_name, name, 0]
+        reference = (tokens[engine_name, name, 0], seconds[engine_name, name, 0])
         rate = tokens[key], seconds[key]
         drafted = bytes_read(engines[depth])[0] if depth in depths else 0
         ratio = with_interval(rate_ratio(rate, reference), rate_ratio_interval(rate, reference)) if depth else "1"
         decoded = sum(len(text) - 1 for text in texts[key])
         tau = decoded / max(passes[key], 1)
-        is_float = name == FLOAT32
+        is_bound = name == FLOAT32 and depth in (0, *depths)
         rows.append(
             {
                 "engine": engine_name,
@@ -199,7 +198,7 @@ def measure(options: argparse.Namespace, opened: ExitStack) -> int:
                 "tokens_per_second": sum(rate[0]) / sum(rate[1]),
                 "tau": tau,
                 "over_plain": ratio,
-                "bound_tokens_per_second": tau * bandwidth / (weights + drafted) if is_float else None,
+                "bound_tokens_per_second": tau * bandwidth / (weights + drafted) if is_bound else None,
                 "equal_to_plain": sum(one == other for one, other in zip(texts[key], own, strict=True)),
                 "equal_to_float32": sum(one == other for one, other in zip(texts[key], plain, strict=True)),
                 "texts": len(prompts),

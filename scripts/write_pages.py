@@ -208,6 +208,22 @@ def printed_table(pattern: str) -> str:
     return markdown(["draft", "engine", "printed command", "tau here", "tau there", "equal texts"], rows)
 
 
+def speed_table(pattern: str) -> str:
+    """Return the speeds of engines beside this runtime's, and how many drafted texts are those of plain decoding."""
+    (path,) = RESULTS.glob(pattern)
+    columns = ["weights, engine", "draft", "tokens/s", "bound", "tau", "over its plain", "as its plain", "as ours"]
+    rows = []
+    for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
+        draft = f"chain:{row['draft_tokens']}" if row["draft_tokens"] else "none"
+        numbers = (texts.number(row[name], 1) for name in ("tokens_per_second", "bound_tokens_per_second"))
+        equal = (f"{row[f'equal_to_{which}']} of {row['texts']}" for which in ("plain", "float32"))
+        engine = row["engine"].replace("draftsmith", "this runtime")
+        rows.append(
+            [f"{row['weights']}, {engine}", draft, *numbers, texts.number(row["tau"]), row["over_plain"], *equal]
+        )
+    return markdown(columns, rows)
+
+
 def trainer_table(pattern: str) -> str:
     """Return heads that the code of several projects trained from the same rows, with the time that each took."""
     (path,) = RESULTS.glob(pattern)
@@ -262,6 +278,7 @@ FORMS: dict[str, Callable[[str], str]] = {
     "costs": cost_table,
     "engine": engine_table,
     "printed": printed_table,
+    "speed": speed_table,
     "trainers": trainer_table,
     "curve": curve_picture,
 }

@@ -21,14 +21,15 @@ def as_interrupts() -> Iterator[None]:
             leave_terminal()
         raise KeyboardInterrupt
 
-    main = threading.current_thread() is threading.main_thread()
-    taken = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) == signal.SIG_DFL]
-    for number in taken if main else ():
+    is_main = threading.current_thread() is threading.main_thread()
+    numbers = (signal.SIGTERM, signal.SIGHUP) if is_main else ()
+    taken = [number for number in numbers if signal.getsignal(number) == signal.SIG_DFL]
+    for number in taken:
         signal.signal(number, interrupt)
     try:
         yield
     finally:
-        for number in taken if main else ():
+        for number in taken:
             signal.signal(number, signal.SIG_DFL)
 
 

@@ -81,9 +81,9 @@ def load_tokenizer(
     """Load the tokenizer of the model at `path`, else of its GGUF file, or that beside its adapter if there is one.
     `fix_mistral_regex`: whether transformers replaces the pattern by which it splits text; None: it stays, and a line
     says so if transformers doubts it. UserError if it cannot be loaded."""
-    how: dict[str, Any] = {} if gguf_file is None else {"gguf_file": gguf_file}
-    if holds(path, "tokenizer.json"):  # with a GGUF file, transformers 5.24 would read it without what is beside it
-        how = {}
+    # With a GGUF file named, transformers 5.24 reads a tokenizer.json without the end token and template beside it.
+    from_gguf = gguf_file is not None and not holds(path, "tokenizer.json")
+    how: dict[str, Any] = {"gguf_file": gguf_file} if from_gguf else {}
     try:
         if adapter is not None and has_file(adapter, TOKENIZER_CONFIG):
             warn_once(f"{adapter}: brings a tokenizer and its chat template, which replace those of {path}")
