@@ -5,6 +5,7 @@ import math
 import re
 import shutil
 import signal
+from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -114,11 +115,24 @@ def test_float32_is_refused_for_a_target_that_is_narrower(settings: Settings) ->
         run(settings)
 
 
+@pytest.fixture
+def hangups() -> Iterator[None]:
+    """SIGHUP has its default action, also where the tests themselves run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("hangups")
 @pytest.mark.parametrize(
     ("number", "optimizer"), [(signal.SIGTERM, "adamw"), (signal.SIGINT, "muon"), (signal.SIGHUP, "adamw")]
 )
 def test_an_interrupted_run_goes_on_bit_for_bit(
-    number: signal.Signals, optimizer: str, settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    number: signal.Signals,
+    optimizer: str,
+    settings: Settings,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("train.recipe.recipe.MIN_POINT", 1)  # tau is measured after steps 2, 4 and 6
     settings["train"] |= {"eval_points": 3, "warmup_steps": 2, "schedule": "wsd", "optimizer": optimizer}
