@@ -120,6 +120,14 @@ def little_to_copy() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def free_cores() -> Iterator[None]:
+    """Each comparison looks for a while whether others use the cores, which the tests' other process does."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("eval.measure.compare.busy_cores", lambda device: None)
+        yield
+
+
 @pytest.fixture
 def without_charts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reports without charts, which take as long as a small measurement."""

@@ -17,6 +17,8 @@ def as_interrupts() -> Iterator[None]:
     """Raise KeyboardInterrupt at SIGTERM and SIGHUP, unless they are handled otherwise, such as by nohup."""
 
     def interrupt(number: int, _: FrameType | None) -> None:
+        for each in taken:  # a launcher often sends a second one, which must not end what the first began
+            signal.signal(each, signal.SIG_IGN)
         if number == signal.SIGHUP:
             leave_terminal()
         raise KeyboardInterrupt

@@ -109,7 +109,6 @@ def lenient_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Limits by which the few tokens of a test on a busy machine are reliable."""
     for name, limit in {"BOUND": math.inf, "BUSY": 8.0, "MIN_TOKENS": 1}.items():
         monkeypatch.setattr(reliability, name, limit)
-    monkeypatch.setattr("eval.measure.compare.busy_cores", lambda device: None)
 
 
 @pytest.fixture(autouse=True, scope="session")

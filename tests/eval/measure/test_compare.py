@@ -14,6 +14,7 @@ from eval.measure.figures import figures, find_differences, find_divergences, to
 from eval.records.figures_schema import Turns
 from eval.records.measure_settings import BenchSettings
 from eval.records.metrics import tau
+from eval.records.speedup_checks import MACHINE_BUSY, why_unreliable
 from eval.runtime.engine import Engine, Timings
 from heads.core.tree import Proposal, parse_shape
 from heads.targets.frozen_target import FrozenTarget
@@ -39,6 +40,18 @@ def test_every_variant_decodes_every_prompt_in_every_repeat(run: Comparison) -> 
     assert [request.sampling.seed for request in run.requests] == [5, 6, 7, 8, 9, 10]
     tokens = 2 * sum(len(run.plain.outputs[0][i].tokens) - 1 for i in (0, 1))
     assert run.rate(run.plain, run.turns([0]))[0] == [tokens, 0, 0]
+
+
+def test_cores_that_others_use_are_recorded_and_no_speedup_is_reliable(
+    tiny_target: FrozenTarget, pair_head: Any, tiny_prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("eval.measure.compare.busy_cores", lambda device: 1.9)
+    drafts, settings = [(pair_head, SHAPES[0])], BenchSettings(max_new_tokens=24)
+    timed, counted = (
+        compare(tiny_target, drafts, tiny_prompts, 0.0, settings, phases=phases) for phases in (True, False)
+    )
+    m = figures(timed, timed.drafting[0], [], range(len(timed.units)))
+    assert m.busy_cores == 1.9 and why_unreliable(m) == MACHINE_BUSY and counted.others is None
 
 
 def test_drafts_are_accepted_and_the_text_is_the_targets(
