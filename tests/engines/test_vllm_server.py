@@ -91,13 +91,16 @@ def test_states_of_a_whole_vllm_are_the_targets_and_train_a_head(recipe: Path, u
     assert served == pytest.approx(alone, rel=1e-3)
 
 
-def test_answers_of_a_whole_vllm_are_the_targets_and_train_a_head(recipe: Path, url: str, tmp_path: Path) -> None:
+def test_answers_of_a_whole_vllm_are_the_targets_and_train_a_head(
+    recipe: Path, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked, server = "data.regenerate={prompts: 32, prompt_tokens: 64, new_tokens: 32}", f"{{url: {url}}}"
-    answers = []
-    for place in ("null", server):
+    answers: list[list[str]] = []
+    for place in ("{engine: vllm}", "null", server):
+        monkeypatch.setenv("DRAFTSMITH_DATA_CACHE", str(tmp_path / f"answers-{len(answers)}"))
         assert regenerate.main([str(recipe), asked, f"data.regenerate.server={place}"]) == 0
         answers.append((tmp_path / "run/answers.jsonl").read_text().splitlines())
         forget_accelerator()
-    assert len(answers[0]) == 32 and answers[0] == answers[1]
+    assert len(answers[0]) == 32 and answers[0] == answers[1] == answers[2]
     train(recipe, asked, f"data.regenerate.server={server}")
     assert lines(tmp_path / "run", "eval")[-1]["tau"] > 1

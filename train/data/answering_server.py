@@ -5,16 +5,26 @@ generated. vLLM returns them from `/v1/completions` with `return_token_ids`, SGL
 """
 
 import asyncio
+import os
+import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import aclosing, suppress
+from contextlib import ExitStack, aclosing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+import torch
+
+from eval.core.progress import Progress
 from eval.runtime.request import Request
+from eval.servers.engine_process import need_python, running
 from eval.servers.openai_client import ServerClient, sampling_parameters
 from eval.servers.served_texts import CHECKED_TOKENS, compare_draws, foreign_token
 from heads.core.errors import UserError
+from heads.core.host_memory import free_memory
 from heads.targets.frozen_target import FrozenTarget
+from heads.targets.hub import local_folder
+from train.data.data_settings import Server
 from train.data.dialogues import Dialogue
 
 TRIALS = 3
@@ -23,6 +33,10 @@ SLOWEST = 1.0
 """Time limit of an answer in seconds per token. One minute is added to it."""
 COMPLETIONS, GENERATE = "/v1/completions", "/generate"
 """Paths that return token ids, of vLLM and of SGLang."""
+SHARE = 0.9
+"""Share of a GPU's free memory that an engine which is started here may use."""
+CACHE_SHARE = 4
+"""One of so many parts of the free memory is its cache, if it runs on the CPU."""
 DRAWN_ANSWERS, DRAWN_TOKENS = 16, 128
 """Number of sampled answers with which a server is checked, and their tokens."""
 
@@ -125,6 +139,37 @@ class AnsweringServer:
                 f"expected token ids below {num_tokens}, got {max(ids)}; it serves another model than the target"
             )
         return ids
+
+
+@contextmanager
+def serving(server: Server, target: FrozenTarget, in_flight: int, length: int) -> Iterator[str]:
+    """Give the address of the server for a `with` block: of a running one, or of an engine that is started for it, on
+    this process's device. UserError if there is no such engine, or if it would run other weights than the target's."""
+    if server.url is not None:
+        yield server.url
+        return
+    name = server.engine or ""
+    python, device = need_python(name), target.device
+    own = {"adapter": target.merged_adapter, "gguf_file": target.gguf_file, "quantize": target.quantize}
+    if changed := [key for key, value in own.items() if value]:
+        raise UserError(
+            f"data.regenerate.server.engine: {name} would answer without target.{changed[0]}; leave the "
+            "server out, or serve these weights, and give the server's url"
+        )
+    free = free_memory() or 0
+    job = {"target": local_folder(target.name), "name": server.model or target.name, "context": length}
+    job |= {"dtype": str(target.dtype).removeprefix("torch."), "trust_remote_code": target.trust_remote_code}
+    job |= {"rows": in_flight, "cache_gib": max(1, free // CACHE_SHARE // 2**30), "device": None, "share": SHARE}
+    if device.type == "cuda":
+        left, total = torch.cuda.mem_get_info(device)
+        seen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        number = device.index or 0
+        job |= {"device": seen.split(",")[number] if seen else str(number), "share": round(SHARE * left / total, 2)}
+    with tempfile.TemporaryDirectory(prefix="draftsmith-") as folder, ExitStack() as stack:
+        with Progress(f"starting {name}", announced=True):
+            started = running(python, f"{name}_server.py", job, what=f"{name} fails", folder=Path(folder))
+            url = stack.enter_context(started)
+        yield url
 
 
 def answer_by_server(

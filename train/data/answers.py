@@ -32,7 +32,7 @@ from heads.core.errors import UserError
 from heads.core.files import lock, write_json
 from heads.targets.frozen_target import FrozenTarget
 from heads.targets.identity import changes
-from train.data.answering_server import AnsweringServer, answer_by_server
+from train.data.answering_server import AnsweringServer, answer_by_server, serving
 from train.data.chats import join_texts
 from train.data.corpus import (
     HELD_OUT,
@@ -224,6 +224,11 @@ class TargetAnswers:
                 if isinstance(dialogue, Dialogue):
                     yield dialogue
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt and its answer, and one."""
+        return min(self.settings.prompt_tokens + self.settings.new_tokens + 1, self.target.context_length)
+
     def request(self, prompt: list[int]) -> Request:
         """Return the request for the answer to a prompt. Its noise depends on the prompt."""
         settings = self.settings
@@ -300,8 +305,9 @@ class TargetAnswers:
             else:
                 in_flight = max(1, server.in_flight // self.reader.accelerator.num_processes)
                 name = server.model or target.name
-                answering = AnsweringServer(ServerClient(server.url), name, target, in_flight)
-                answer_by_server(dialogues, self.request, answering, in_flight, write, count)
+                with serving(server, target, in_flight, self.longest) as url:
+                    answering = AnsweringServer(ServerClient(url), name, target, in_flight)
+                    answer_by_server(dialogues, self.request, answering, in_flight, write, count)
         whose = " by the first process" if self.reader.accelerator.num_processes > 1 else ""
         self.reader.say(f"data.regenerate: {len(missing)} conversations answered{whose}, {num_tokens:,} tokens")
 
@@ -337,8 +343,7 @@ class TargetAnswers:
     ) -> None:
         """Answer the numbered dialogues. `write` is called with each that ends, and `count` with numbers of tokens."""
         settings, target, engine = self.settings, self.target, None
-        longest = min(settings.prompt_tokens + settings.new_tokens + 1, target.context_length)
-        options = EngineOptions(batch_size=settings.batch_size, max_length=longest)
+        options = EngineOptions(batch_size=settings.batch_size, max_length=self.longest)
         asked: list[tuple[int, Dialogue]] = []
         answers: list[list[int]] = []
         answered: deque[tuple[int, Dialogue]] = deque()  # dialogues with a further prompt

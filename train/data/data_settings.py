@@ -1,8 +1,8 @@
 """The recipe's section `data`."""
 
-from typing import Annotated
+from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from eval.runtime.sampling_params import Temperature
 from eval.servers.openai_client import check_url
@@ -15,15 +15,24 @@ Url = Annotated[Name, AfterValidator(check_url)]
 
 
 class Server(Settings):
-    """A server with OpenAI's protocol that returns token ids: vLLM or SGLang. An API key is read from the environment
-    variable DRAFTSMITH_SERVER_KEY."""
+    """A server with OpenAI's protocol that returns token ids: a running one, vLLM or SGLang, by its `url`, or an
+    `engine` that each process starts. An API key is read from the environment variable DRAFTSMITH_SERVER_KEY."""
 
-    url: Url
+    url: Url | None = None
     """Address of the server, such as `http://localhost:8000`."""
+    engine: Literal["vllm"] | None = None
+    """Engine to start, in an environment of its own: `scripts/make_engine.sh vllm` makes one for CPUs, and the
+    environment variable DRAFTSMITH_VLLM_PYTHON names the Python of another."""
     model: Name | None = None
     """Name of the target on the server. Null: `target.path`."""
     in_flight: Count = 64
     """Number of concurrent prompts, over all processes."""
+
+    @model_validator(mode="after")
+    def _check_one(self) -> Self:
+        if (self.url is None) == (self.engine is None):
+            raise ValueError("expected either `url`, the address of a server, or `engine`, one to start")
+        return self
 
 
 class Answers(Settings):

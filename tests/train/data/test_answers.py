@@ -218,6 +218,32 @@ def test_a_server_gives_the_same_answers(
     answers.corpus()  # without a server, and without an engine
 
 
+def test_an_engine_is_started_for_the_answers_and_ends(
+    make: Make, target: FrozenTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = make().corpus()
+    program, ended = tmp_path / "python", tmp_path / "ended"
+    variable = "DRAFTSMITH_VLLM_PYTHON"
+    with serving(Stub(by_engine(target), model=target.name)) as stub:
+        program.write_text(f"#!/bin/sh\ncp $2 {tmp_path}/job.json; echo {stub.url}; cat; touch {ended}\n")
+        program.chmod(0o755)
+        monkeypatch.setenv(variable, str(program))
+        assert make(server={"engine": "vllm", "in_flight": 3}).corpus().digest == own.digest
+    assert ended.exists()
+    job = json.loads((tmp_path / "job.json").read_text())
+    assert (job["target"], job["dtype"], job["rows"], job["context"]) == (target.name, "float32", 3, 71)
+    other = make(server={"engine": "vllm"}, seed=1, new_tokens=5)
+    quantized = replace(other, target=load_target(target.name, quantize="int8"))
+    with pytest.raises(UserError, match=r"vllm would answer without target\.quantize; leave the server out"):
+        quantized.corpus()
+    monkeypatch.setenv(variable, str(tmp_path / "none"))
+    with pytest.raises(UserError, match=r"is not installed here; run scripts/make_engine\.sh vllm, or name the Python"):
+        other.corpus()
+    for both in ({}, {"url": "http://localhost:8000", "engine": "vllm"}):
+        with pytest.raises(ValueError, match="expected either `url`"):
+            make(server=both)
+
+
 def test_a_server_of_other_weights_is_refused(make: Make, target: FrozenTarget) -> None:
     with torch.random.fork_rng():
         torch.manual_seed(1)
