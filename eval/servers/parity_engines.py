@@ -153,16 +153,17 @@ def ask_server(
 
 async def plain_steps(server: EngineServer, ids: Sequence[int], text: Sequence[int], ends: Sequence[int]) -> list[Step]:
     """Return what the target of a llama-server makes of a text before each of its tokens. A request of one new token is
-    never drafted for. Where the server chooses one of the `ends`, it says nothing of its probabilities."""
+    never drafted for. The server gives no probabilities where it chooses one of the `ends`, which it does not return
+    either, or part of a character."""
     steps = []
+    greedy = {"n_predict": 1, "temperature": 0.0, "samplers": ["temperature"], "return_tokens": True}
     for n in range(len(text)):
-        body = {"prompt": [*ids, *text[:n]], "n_predict": 1, "temperature": 0.0, "samplers": ["temperature"]}
-        reply = await server.client.send("/completion", {**body, "n_probs": LIKELIEST, "cache_prompt": True}, SECONDS)
-        if found := reply.get("completion_probabilities"):
-            likeliest = {token["id"]: token["logprob"] for token in found[0]["top_logprobs"]}
-            steps.append(Step(found[0]["id"], likeliest))
-        else:
-            steps.append(Step(text[n] if text[n] in ends else ends[0], {}))
+        body = {**greedy, "prompt": [*ids, *text[:n]], "n_probs": LIKELIEST, "cache_prompt": True}
+        reply = await server.client.send("/completion", body, SECONDS)
+        end = text[n] if text[n] in ends else ends[0]
+        found = reply.get("completion_probabilities") or [{"top_logprobs": []}]
+        likeliest = {token["id"]: token["logprob"] for token in found[0]["top_logprobs"]}
+        steps.append(Step(reply["tokens"][0] if reply["tokens"] else end, likeliest))
     return steps
 
 

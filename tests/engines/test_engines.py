@@ -19,6 +19,7 @@ from heads.registry import build_head
 from heads.saved import load_head, save_head, target_record
 from heads.targets.load import load_target
 from scripts import publish
+from tests.support.chats import talk, write_chats
 from tests.support.refusals import refused
 
 pytestmark = pytest.mark.engine
@@ -95,8 +96,9 @@ def test_what_makes_llama_cpp_differ_is_named(
     assert reason in answer(heads, name, "llama.cpp", tmp_path / "out", *options)
 
 
-def make_known(folder: Path) -> None:
-    """Write a small random Llama, of whose tokenizer llama.cpp's converter knows the form, with an EAGLE-3 head."""
+def make_known(folder: Path, start: str = "") -> None:
+    """Write a small random Llama, of whose tokenizer llama.cpp's converter knows the form, with an EAGLE-3 head. Some
+    of its tokens are parts of characters. `start`: what its template writes before the BOS token."""
     letters = ["\u2581", *string.ascii_letters, *string.digits, *"[]().,:"]
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *letters]
     model = models.BPE({token: n for n, token in enumerate(tokens)}, [], unk_token="<unk>", byte_fallback=True)
@@ -104,7 +106,7 @@ def make_known(folder: Path) -> None:
     tokenizer.normalizer = normalizers.Replace(" ", letters[0])
     tokenizer.decoder = decoders.Sequence([decoders.Replace(letters[0], " "), decoders.ByteFallback(), decoders.Fuse()])
     tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
-    template = "{{ bos_token }}{% for message in messages %}[{{ message.content }}]{% endfor %}"
+    template = start + "{{ bos_token }}{% for message in messages %}[{{ message.content }}]{% endfor %}"
     names: Any = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, chat_template=template, add_bos_token=True, add_prefix_space=False, **names
@@ -128,6 +130,18 @@ def test_a_head_is_published_as_a_gguf_file_too(tmp_path: Path, capsys: pytest.C
     words = [str(tmp_path / "head"), "ann/a-head", "--gguf", "--unmeasured", "--dry-run"]
     assert publish.main(words) == 0
     assert "bytes  eagle3-a-head.gguf" in capsys.readouterr().out
+
+
+def test_a_bos_token_that_llama_cpp_puts_before_a_chat_is_named(tmp_path: Path) -> None:
+    if engine_python("llama.cpp") is None:
+        pytest.skip("no environment with llama.cpp (scripts/make_engine.sh llama.cpp)")
+    make_known(tmp_path, start="{{ ' ' }}")
+    write_chats(tmp_path / "chats.jsonl", ({"messages": talk(text)} for text in ("abc", "x1 [y]")))
+    words = ["--target", str(tmp_path), "--engine", "llama.cpp", "--prompts", str(tmp_path / "chats.jsonl")]
+    parity.main([str(tmp_path / "head"), *words, "--max-new-tokens", "24", "--out", str(tmp_path)])
+    record = json.loads((tmp_path / "parity.json").read_text())
+    assert "the template: the server makes other ids of 2 of 2 prompts: 1 BOS at their start" in record["answer"]
+    assert any("without a draft: 2 of 2 texts are this runtime's" in line for line in record["lines"])
 
 
 def test_a_gguf_file_is_read_back_whole(heads: Path, tmp_path: Path) -> None:
