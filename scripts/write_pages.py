@@ -218,9 +218,8 @@ def speed_table(pattern: str) -> str:
         numbers = (texts.number(row[name], 1) for name in ("tokens_per_second", "bound_tokens_per_second"))
         equal = (f"{row[f'equal_to_{which}']} of {row['texts']}" for which in ("plain", "float32"))
         engine = row["engine"].replace("draftsmith", "this runtime")
-        rows.append(
-            [f"{row['weights']}, {engine}", draft, *numbers, texts.number(row["tau"]), row["over_plain"], *equal]
-        )
+        ratio = texts.with_interval(row["over_plain"], row["over_plain_interval"])
+        rows.append([f"{row['weights']}, {engine}", draft, *numbers, texts.number(row["tau"]), ratio, *equal])
     return markdown(columns, rows)
 
 
