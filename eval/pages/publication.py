@@ -25,7 +25,7 @@ from eval.records.provenance import Provenance
 from eval.records.result_folders import RESULTS, folders_of, newest_results
 from eval.records.results import as_record, plain, read_log
 from eval.records.schema import Results, Target
-from eval.servers.llamacpp import check_gguf, convert
+from eval.servers.llamacpp import Q8_0, check_gguf, convert
 from heads.core.engines import ALL_ENGINES, LLAMACPP
 from heads.core.errors import UserError
 from heads.core.serve_commands import gguf_name
@@ -136,14 +136,14 @@ def collect(
 
 
 def write_gguf(file: Path, folder: Path, head: Any, record: dict[str, Any], verdicts: Sequence[Verdict]) -> None:
-    """Write a head as a GGUF file, with the tokenizer of its target, and read it back. UserError if llama.cpp does not
-    serve it."""
+    """Write a head as a GGUF file in 8 bits, with the tokenizer of its target, and read it back. UserError if llama.cpp
+    does not serve it."""
     verdict = next(verdict for verdict in verdicts if verdict.reader == LLAMACPP)
     if not verdict.serves:
         raise UserError(f"--gguf: {LLAMACPP} {verdict.reason}; leave --gguf out")
     name = str(record["target"]["name"])
     target = None if record["kind"] == "draft" else local_folder(name)
-    if not convert(str(folder), file, target=target, log=file.with_suffix(".log")):
+    if not convert(str(folder), file, target=target, dtype=Q8_0, log=file.with_suffix(".log")):
         raise UserError(f"--gguf: llama.cpp's converter does not know the tokenizer of {name}; leave --gguf out")
     check_gguf(file, head, record["kind"])
 

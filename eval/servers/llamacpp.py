@@ -2,17 +2,23 @@
 
 import hashlib
 import re
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
+from torch import Tensor
 
 from eval.servers.engine_process import need_python, run_inside
 from heads.core.engines import LLAMACPP
 from heads.core.errors import UserError
 from heads.core.serve_commands import Setting
 from heads.registry import HEADS
+
+Q8_0 = "q8_0"
+"""Type of files that small machines read: 8 bits, and a scale of 16 bits for every 32 values."""
 
 
 def spec_type(kind: str) -> str:
@@ -51,18 +57,19 @@ def convert(folder: str, file: Path, *, target: str | None = None, dtype: str = 
 
 
 def check_gguf(file: Path, head: Any, kind: str) -> None:
-    """Raise UserError unless a GGUF file in float32 holds a head: its layers of the target, its options, and every
-    value. Of a draft model, whose values the converter may change, only their number is compared."""
+    """Raise UserError unless a GGUF file holds a head: its layers of the target, its options, and every value, in
+    float32 or as llama.cpp rounds it. Of a draft model, whose values the converter may change, only their number is
+    compared."""
     try:
         from gguf import GGUFReader
     except ImportError:
         raise UserError("a GGUF file is read back with gguf; pip install gguf") from None
     reader = GGUFReader(file)
-    tensors = {tensor.name: tensor.data for tensor in reader.tensors if not tensor.name.startswith("rope_")}
+    tensors = [tensor for tensor in reader.tensors if not tensor.name.startswith("rope_")]
     ours = {name: value.clone() for name, value in head.to_checkpoint().items() if name != "t2d"}
     if kind == "draft":
         own = sum(value.numel() for value in ours.values())
-        number = sum(value.size for value in tensors.values())
+        number = sum(int(tensor.n_elements) for tensor in tensors)
         if own != number:
             raise UserError(f"{file.name}: the converter wrote {number:,} of {own:,} values; serve the head elsewhere")
         return
@@ -78,14 +85,34 @@ def check_gguf(file: Path, head: Any, kind: str) -> None:
             raise UserError(f"{file.name}: {name}: the converter wrote {found}, the head has {value}")
     if "d2t" in ours:  # which llama.cpp has as ids
         ours["d2t"] += torch.arange(len(ours["d2t"]))
-    whole = {name: value.float() if value.is_floating_point() else value for name, value in ours.items()}
-    digests = {name: digest(value.cpu().numpy()) for name, value in whole.items()}
-    theirs = {name: digest(value) for name, value in tensors.items()}
-    lost = [name for name, value in digests.items() if value not in theirs.values()]
-    added = [name for name, value in theirs.items() if value not in digests.values()]
+    types = {tensor.tensor_type for tensor in tensors}
+    digests = {name: {digest(form) for form in forms(value.cpu(), types)} for name, value in ours.items()}
+    theirs = {tensor.name: digest(plain(tensor.data, tensor.tensor_type)) for tensor in tensors}
+    lost = [name for name, values in digests.items() if values.isdisjoint(theirs.values())]
+    added = [name for name, value in theirs.items() if not any(value in values for values in digests.values())]
     if lost or added:
         changed = ", ".join(lost or added)
         raise UserError(f"{file.name}: the converter dropped or changed {changed}; serve the head elsewhere")
+
+
+def forms(value: Tensor, types: Iterable[Any]) -> Iterator[Any]:
+    """Yield an array's values, and what each type of a GGUF file makes of them."""
+    from gguf import QuantError, quantize
+
+    if not value.is_floating_point():
+        yield value.numpy()
+        return
+    array = value.float().numpy()
+    for kind in types:
+        with suppress(QuantError, NotImplementedError):  # of rows that are no whole number of blocks, or of integers
+            yield plain(quantize(array, kind), kind)
+
+
+def plain(values: Any, kind: Any) -> Any:
+    """Return the values of a tensor of a GGUF file as numbers."""
+    from gguf import dequantize
+
+    return values if kind.name in ("I32", "I64") else dequantize(values, kind)
 
 
 def digest(values: Any) -> str:

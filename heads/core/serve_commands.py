@@ -97,7 +97,8 @@ def sglang(algorithm: str, *, block: bool = False) -> Command:
 
 def llama_cpp(kind: str) -> Command:
     """Return a function that makes llama.cpp's commands: two of its converter, and that of its server. `kind`: name of
-    the method in its option --spec-type. A file whose name begins with it is found in a repository of the Hub."""
+    the method in its option --spec-type. A file whose name begins with it is found in a repository of the Hub. The head
+    is in 8 bits, which a small machine reads four times as fast."""
 
     def run(setting: Setting, config: Mapping[str, Any]) -> str:
         target = shlex.quote(setting.target)
@@ -105,7 +106,7 @@ def llama_cpp(kind: str) -> Command:
         file = shlex.quote(gguf_name(kind, setting.head))
         return (
             f"python convert_hf_to_gguf.py {target} --outtype f32 --outfile target.gguf\n"
-            f"python convert_hf_to_gguf.py {head} --target-model-dir {target} --outtype f32 "
+            f"python convert_hf_to_gguf.py {head} --target-model-dir {target} --outtype q8_0 "
             f"--outfile {file}\n"
             f"llama-server -m target.gguf -md {file} --spec-type draft-{kind} --spec-draft-n-max {setting.steps} "
             "--metrics"

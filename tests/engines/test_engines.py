@@ -144,16 +144,20 @@ def test_a_bos_token_that_llama_cpp_puts_before_a_chat_is_named(tmp_path: Path) 
     assert any("without a draft: 2 of 2 texts are this runtime's" in line for line in record["lines"])
 
 
-def test_a_gguf_file_is_read_back_whole(heads: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["f32", "q8_0"])
+def test_a_gguf_file_is_read_back_whole(dtype: str, heads: Path, tmp_path: Path) -> None:
     if engine_python("llama.cpp") is None:
         pytest.skip("no environment with llama.cpp (scripts/make_engine.sh llama.cpp)")
     head: Any = load_head(heads / "eagle3")
     file = tmp_path / "eagle3-head.gguf"
-    assert not convert(str(heads / "eagle3"), file, target=str(TARGET), log=tmp_path / "log")  # an unknown tokenizer
+    made: dict[str, Any] = {"target": str(TARGET), "dtype": dtype, "log": tmp_path / "log"}
+    assert not convert(str(heads / "eagle3"), file, **made)  # an unknown tokenizer
     check_gguf(file, head, "eagle3")
     with torch.no_grad():
         head.norm.weight[3] += 1
-    assert "dropped or changed norm.weight; serve" in refused(check_gguf, file, head, "eagle3")
+        head.midlayer.mlp.up_proj.weight[5, 7] += 1
+    changed = "dropped or changed midlayer.mlp.up_proj.weight, norm.weight; serve"
+    assert changed in refused(check_gguf, file, head, "eagle3")
     head.aux_layer_ids = (1, 2, 3)
     assert "target_layers: the converter wrote [2, 10, 17]" in refused(check_gguf, file, head, "eagle3")
     fault = refused(convert, str(heads / "eagle3"), file, log=tmp_path / "log")

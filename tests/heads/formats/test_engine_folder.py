@@ -293,7 +293,7 @@ def test_which_heads_the_engines_for_one_machine_serve(
         file = f"{method.replace('simple', 'draft')}-a-head.gguf"
         assert found[LLAMACPP].command.splitlines() == [
             "python convert_hf_to_gguf.py org/target --outtype f32 --outfile target.gguf",
-            f"python convert_hf_to_gguf.py ann/a-head --target-model-dir org/target --outtype f32 --outfile {file}",
+            f"python convert_hf_to_gguf.py ann/a-head --target-model-dir org/target --outtype q8_0 --outfile {file}",
             f"llama-server -m target.gguf -md {file} --spec-type draft-{method} --spec-draft-n-max 4 --metrics",
         ]
     if OPENVINO in readers:  # which numbers a layer by its output
