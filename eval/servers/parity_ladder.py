@@ -13,7 +13,11 @@ Only greedy texts are compared. Engines count differently; `Counting` says how.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from eval.core.progress import Progress
 from eval.runtime.engine import Engine, EngineOptions, Request
@@ -30,7 +34,16 @@ from eval.servers.parity_counts import (
     tau,
     totals,
 )
-from eval.servers.rounded_target import AS_HERE, Precision, Probe, distance_of, likeliest_gap, precisions, round_cache
+from eval.servers.rounded_target import (
+    AS_HERE,
+    Precision,
+    Probe,
+    distance_of,
+    likeliest_gap,
+    precisions,
+    round_block,
+    round_cache,
+)
 from heads.blocks.backbone import DraftBlockHead
 from heads.core.contract import Drafter
 from heads.core.errors import UserError, first_line
@@ -59,6 +72,11 @@ SHARED = 0.95
 """A precision is the engine's if it leaves less than this fraction of the differences: any other would add to them."""
 REPRODUCED = 0.3
 """A cause is the engine's if it leaves at most this fraction of the differences in counts."""
+NEAR_TIE = "another order of its sums chooses otherwise where two draft tokens are as likely"
+NUDGE = 1e-5
+"""Relative difference of weights that moves the head's logits by about as much as another order of its sums does."""
+NUDGES = 4
+"""Tries of such differences."""
 FOREIGN = 2.0
 """An engine whose choices are less likely than this, in nats, by the median, runs another model."""
 
@@ -131,7 +149,9 @@ class Ladder:
         return all(mismatch.is_within(FAR) for mismatch in mismatches)
 
     def causes(self) -> Iterator[Cause]:
-        """Yield what the engine may have made of the head."""
+        """Yield what the engine may have made of the head, the least first."""
+        for seed in range(NUDGES):
+            yield Cause(NEAR_TIE, "rounding", partial(self.nudged, seed))
         head: Any = self.head
         drops: dict[str, Any] = {}
         names: list[str] = []
@@ -162,6 +182,8 @@ class Ladder:
             changed = self.variant({"causal": not head.config.causal})
             yield Cause("causal was misread", "the conversion", changed)
             yield Cause("the first layer's norm of keys is applied in every layer", "the engine", self.one_norm_of_keys)
+        if self.engine == "llama.cpp":
+            yield Cause("its weights are in 8 bits (Q8_0)", "the conversion", self.in_8_bits)
         depths = [self.asked.depth] if self.asked.depth else range(1, self.depth)
         for depth in depths:
             if depth != self.depth:
@@ -179,6 +201,23 @@ class Ladder:
             return made.to(device=self.target.device, dtype=self.target.dtype).eval()  # type: ignore[no-any-return]
 
         return make
+
+    def in_8_bits(self) -> Drafter:
+        """Return the head with its matrices as a GGUF file in Q8_0 has them."""
+        return self.with_matrices(lambda value: round_block(value, "q8_0"))
+
+    def nudged(self, seed: int) -> Drafter:
+        """Return the head with matrices that differ by as little as another order of sums makes."""
+        noise = torch.Generator().manual_seed(seed)
+        return self.with_matrices(lambda value: value * (1 + NUDGE * torch.randn(value.shape, generator=noise)))
+
+    def with_matrices(self, change: Callable[[Tensor], Tensor]) -> Drafter:
+        head: Any = self.variant({})()
+        with torch.no_grad():
+            for value in head.parameters():
+                if value.dim() == 2:
+                    value.copy_(change(value.float().cpu()))
+        return head  # type: ignore[no-any-return]
 
     def one_norm_of_keys(self) -> Drafter:
         """Return a head of blocks that norms the keys of the context in every layer as in the first: so does vLLM
