@@ -94,6 +94,10 @@ def running(python: Path, program: str, job: dict[str, Any], *, what: str, folde
         if address is None:
             raise UserError(f"{what}: {last_line(log)}")
         yield address
+    except UserError:
+        if server.poll() is not None:  # what the client saw is only that
+            raise UserError(f"{what}: {last_line(log)}") from None
+        raise
     finally:
         server.stdin.close()
         try:
