@@ -1,4 +1,4 @@
-/* Products of a few rows with packed weights on a CPU.
+/* Products of a few rows, normed before if wanted, with packed weights on a CPU.
  *
  * A step of 1 to 16 rows should cost the time to read the weights once. Libraries pack a weight again for each product,
  * which for few rows costs several times the arithmetic. Here weights are stored packed, in float32 or bfloat16, and
@@ -10,6 +10,7 @@
  * Letters: R rows, K inputs, O outputs.
  */
 
+#include <math.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -164,12 +165,33 @@ static __attribute__((noinline)) void one_block(const Product *p, int block)
     }
 }
 
-/* y = x W^T + bias + residual: weight packed in float32 or, if `half`, in bfloat16; bias (O) or NULL; x (R, K);
- * residual (R, O) or NULL; y (R, O), which may be the residual. */
-void multiply(const void *weight, const float *bias, const float *x, const float *residual, float *y, int64_t K,
-              int64_t O, int64_t R, int64_t half, int64_t threads)
+/* out = x / rms(x) * norm, for one row. */
+static void normalise(const float *x, const float *norm, float eps, float *out, int64_t K)
 {
-    const Product p = {weight, bias, x, residual, y, K, O, R, half};
+    Vector squares = {0};
+    float sum = 0;
+    int64_t k = 0;
+    for (; k + LANES <= K; k += LANES)
+        squares += *(const Vector *)(x + k) * *(const Vector *)(x + k);
+    for (; k < K; k++)
+        sum += x[k] * x[k];
+    for (int lane = 0; lane < LANES; lane++)
+        sum += squares[lane];
+    const float scale = 1 / sqrtf(sum / K + eps);
+    for (k = 0; k < K; k++)
+        out[k] = x[k] * scale * norm[k];
+}
+
+/* y = x W^T + bias + residual: weight packed in float32 or, if `half`, in bfloat16; bias (O) or NULL; x (R, K);
+ * residual (R, O) or NULL; y (R, O), which may be the residual. With norm (K), not NULL, x / rms(x) * norm is
+ * multiplied in the place of x: normed (R, K) is room for it. */
+void multiply(const void *weight, const float *bias, const float *x, const float *residual, float *y,
+              const float *norm, float *normed, int64_t K, int64_t O, int64_t R, int64_t half, int64_t threads,
+              float eps)
+{
+    for (int64_t r = 0; norm && r < R; r++)
+        normalise(x + r * K, norm, eps, normed + r * K, K);
+    const Product p = {weight, bias, norm ? normed : x, residual, y, K, O, R, half};
     const int blocks = (O + BLOCK - 1) / BLOCK;
     if (threads > 1) {
 #pragma omp parallel for schedule(static) num_threads(threads)

@@ -1,4 +1,4 @@
-"""Product of a few rows with a weight: the one operation with an implementation of its own on a CPU.
+"""Product of a few rows with a weight, and the norm before it: all that has an implementation of its own on a CPU.
 
 A verify pass multiplies 2 to 16 rows by every weight of the target. Ideally it costs as much as one row, the time to
 read the weights. torch's libraries pack a weight again for every call, which for so few rows costs several times the
@@ -23,11 +23,11 @@ import sys
 import tempfile
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, pad
+from torch.nn.functional import linear, pad, rms_norm
 
 from heads.core.errors import warn_once
 
@@ -41,6 +41,31 @@ FLAGS = (
 )
 COMPILE_SECONDS = 300
 logger = logging.getLogger("draftsmith")
+
+
+class Norm:
+    """x / rms(x) * weight."""
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        self.weight = weight.detach()
+        self.eps = eps
+
+    @classmethod
+    def of(cls, module: Any) -> Self:
+        """Return the norm of a module, whose eps has one of two names."""
+        return cls(module.weight, float(module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(..., D) -> (..., D)."""
+        if x.dtype == torch.float64:
+            return unit(x, self.eps) * self.weight
+        return rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+def unit(x: Tensor, eps: float) -> Tensor:
+    """Return x / rms(x) for x (..., D), computed in float32 even for float64, as transformers' norms do."""
+    narrow = x.float()
+    return (narrow * torch.rsqrt(narrow.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
 class Product:
@@ -78,14 +103,17 @@ class Product:
         biases = [torch.zeros_like(m.weight[:, 0]) if m.bias is None else m.bias.detach() for m in modules]
         return cls(weight, torch.cat(biases))
 
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Return the product (..., O) of x (..., K), plus the residual (..., O) if given."""
+    def __call__(self, x: Tensor, residual: Tensor | None = None, norm: Norm | None = None) -> Tensor:
+        """Return the product (..., O) of x (..., K), after a norm if given, plus the residual (..., O) if given."""
         Product.bytes_read += self.bytes
-        if self.packed is None or x.numel() > MAX_ROWS * x.shape[-1]:
+        is_large = x.numel() > MAX_ROWS * x.shape[-1]
+        if norm is not None and (self.library is None or is_large):
+            x, norm = norm(x), None
+        if self.packed is None or is_large:
             y = linear(x, self.weight, self.bias)
             return y if residual is None else y.add_(residual)
         if self.library is not None:
-            return _multiply(self.library, self.packed, x, len(self.weight), self.bias, residual)
+            return _multiply(self.library, self.packed, x, len(self.weight), self.bias, residual, norm)
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
         return out if residual is None else out.add_(residual)
 
@@ -139,7 +167,7 @@ def load() -> ctypes.CDLL | None:
     except (OSError, subprocess.SubprocessError, RuntimeError) as error:  # RuntimeError: a user without a home
         logger.info("product.c could not be compiled (%s): products on this CPU take oneDNN, which is slower", error)
         return None
-    library.multiply.argtypes = [ctypes.c_void_p] * 5 + [ctypes.c_int64] * 5
+    library.multiply.argtypes = [ctypes.c_void_p] * 7 + [ctypes.c_int64] * 5 + [ctypes.c_float]
     library.multiply.restype = None
     if not _is_right(library):
         warn_once(f"product.c, compiled by {compiler}, gives wrong products: oneDNN's are used, which are slower")
@@ -148,15 +176,20 @@ def load() -> ctypes.CDLL | None:
 
 
 def _is_right(library: ctypes.CDLL) -> bool:
-    """Return True if the library's products are torch's, for both widths of weights and more rows than a tile."""
+    """Return True if the library's products are torch's, for both widths of weights and more rows than a tile, of rows
+    as they are and normed."""
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(13, 300, generator=draw)
     weight = torch.randn(129, 300, generator=draw)
+    norm = Norm(torch.rand(300, generator=draw), 1e-5)
     for dtype in (torch.float32, torch.bfloat16):
         packed = _packed(library, weight.to(dtype))
         wide = weight.to(dtype).float()
-        if not torch.allclose(_multiply(library, packed, x, len(weight)), x @ wide.T, atol=1e-3, rtol=0):
-            return False
+        for each in (None, norm):
+            given = x if each is None else each(x)
+            product = _multiply(library, packed, x, len(weight), norm=each)
+            if not torch.allclose(product, given @ wide.T, atol=1e-3, rtol=0):
+                return False
     return True
 
 
@@ -167,16 +200,18 @@ def _multiply(
     outputs: int,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
+    norm: Norm | None = None,
 ) -> Tensor:
     """Return the library's product (..., O) of x (..., K) with a weight from `_packed`."""
     x, inputs = x.contiguous(), x.shape[-1]
     rows = x.numel() // inputs
     assert residual is None or residual.is_contiguous()
     y = x.new_empty(*x.shape[:-1], outputs)
-    pointers = [None if t is None else t.data_ptr() for t in (packed, bias, x, residual, y)]
+    normed = (None, None) if norm is None else (norm.weight, torch.empty_like(x))
+    pointers = [None if t is None else t.data_ptr() for t in (packed, bias, x, residual, y, *normed)]
     half = packed.element_size() == 2
     threads = torch.get_num_threads() if inputs * outputs >= SERIAL_WEIGHTS else 1
-    library.multiply(*pointers, inputs, outputs, rows, half, threads)
+    library.multiply(*pointers, inputs, outputs, rows, half, threads, 0.0 if norm is None else norm.eps)
     return y
 
 

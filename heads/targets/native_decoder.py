@@ -18,10 +18,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, rms_norm, silu
+from torch.nn.functional import linear, silu
 from transformers.activations import ACT2FN
 
-from heads.kernels.product import Product
+from heads.kernels.product import Norm, Product, unit
 from heads.kernels.slots import SlotMapping, VisibleSlots
 from heads.kernels.tree_attention import for_groups, masked_attention, tree_attention
 from heads.kernels.triton_support import runs_kernels
@@ -75,8 +75,8 @@ class NativeDecoder(CachedDecoder):
         x, streams = stack.embedding.index_select(0, tokens.flatten()), []  # (R, D)
         for i, layer in enumerate(stack.layers):
             streams.append(x)
-            x = layer.attention(layer.attention_norm(x), x, step, i)
-            x = layer.feedforward(layer.feedforward_norm(x), x)
+            x = layer.attention(x, layer.attention_norm, step, i)
+            x = layer.feedforward(x, layer.feedforward_norm)
         aux = torch.cat([[*streams, x][k] for k in ids], dim=-1) if ids else x[:, :0]
         return Features(aux.view(B, N, -1), stack.norm(x).view(B, N, -1))
 
@@ -113,26 +113,6 @@ class Step:
     window: int | None
 
 
-class Norm:
-    """x / rms(x) * weight."""
-
-    def __init__(self, module: Any) -> None:
-        self.weight: Tensor = module.weight.detach()
-        self.eps = float(module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """(..., D) -> (..., D)."""
-        if x.dtype == torch.float64:
-            return unit(x, self.eps) * self.weight
-        return rms_norm(x, self.weight.shape, self.weight, self.eps)
-
-
-def unit(x: Tensor, eps: float) -> Tensor:
-    """Return x / rms(x) for x (..., D), computed in float32 even for float64, as transformers' norms do."""
-    narrow = x.float()
-    return (narrow * torch.rsqrt(narrow.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
-
-
 class Attention:
     """Grouped-query attention with rotary embeddings."""
 
@@ -148,7 +128,7 @@ class Attention:
         self.head_norm: Tensor | None = None  # (H + Hkv, d)
         self.head_eps = 0.0
         if hasattr(module, "q_norm"):
-            norms = Norm(module.q_norm), Norm(module.k_norm)
+            norms = Norm.of(module.q_norm), Norm.of(module.k_norm)
             self.head_norm = torch.cat(
                 [norms[0].weight.expand(self.num_heads, -1), norms[1].weight.expand(self.num_key_heads, -1)]
             )
@@ -158,12 +138,12 @@ class Attention:
     def forms(self) -> Forms:
         return (self.num_key_heads, self.d), (self.num_key_heads, self.d)
 
-    def __call__(self, x: Tensor, residual: Tensor, step: Step, layer: int) -> Tensor:
-        """Return the residual stream (R, D) after attention, from normed states x (R, D) and the residual stream."""
+    def __call__(self, x: Tensor, norm: Norm, step: Step, layer: int) -> Tensor:
+        """Return the residual stream (R, D) after attention, from the residual stream x (R, D)."""
         H = self.num_heads
         Hkv = self.num_key_heads
         d = self.d
-        fused = self.qkv(x)  # (R, (H + 2 Hkv) d)
+        fused = self.qkv(x, norm=norm)  # (R, (H + 2 Hkv) d)
         heads = fused.view(-1, H + 2 * Hkv, d)
         rotated = heads[:, : H + Hkv]
         if self.head_norm is not None:
@@ -177,7 +157,7 @@ class Attention:
         else:
             window = step.window if self.kind == SLIDING else None
             out = tree_attention(queries, keys, values, step.visible_slots, scale=self.scale, window=window)
-        return self.out(out.view(len(x), -1), residual)
+        return self.out(out.view(len(x), -1), x)
 
 
 Activation = Callable[[Tensor], Tensor]
@@ -197,10 +177,10 @@ class GatedMLP:
         self.down = Product.of(module.down_proj, draft=draft)
         self.activation = activation(module)
 
-    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
-        """Return the residual stream (R, D) after the MLP, from normed states x (R, D) and the residual stream."""
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(self.activation(gate).mul_(up), residual)
+    def __call__(self, x: Tensor, norm: Norm) -> Tensor:
+        """Return the residual stream (R, D) after the MLP, from the residual stream x (R, D)."""
+        gate, up = self.gate_up(x, norm=norm).chunk(2, dim=-1)
+        return self.down(self.activation(gate).mul_(up), x)
 
 
 class Experts:
@@ -214,9 +194,10 @@ class Experts:
         self.down: Tensor = module.experts.down_proj.detach()  # (X, D, I)
         self.activation = activation(module.experts)
 
-    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
-        """Return the residual stream (R, D) after the experts, from normed states x (R, D) and the residual stream.
-        Each token's experts are summed in the order of its own list, whatever the other tokens are."""
+    def __call__(self, residual: Tensor, norm: Norm) -> Tensor:
+        """Return the residual stream (R, D) after the experts, from the residual stream (R, D). Each token's experts
+        are summed in the order of its own list, whatever the other tokens are."""
+        x = norm(residual)
         weights, ids = linear(x, self.router).float().softmax(-1).topk(self.A, dim=-1)  # (R, A)
         if self.renormalise:
             weights = weights / weights.sum(-1, keepdim=True)
@@ -336,9 +317,9 @@ def _read_stack(model: LanguageModel, *, draft: bool) -> Stack:
     parts: Any = base
     layers = [
         Layer(
-            attention_norm=Norm(layer.input_layernorm),
+            attention_norm=Norm.of(layer.input_layernorm),
             attention=Attention(layer.self_attn, kind, draft=draft),
-            feedforward_norm=Norm(layer.post_attention_layernorm),
+            feedforward_norm=Norm.of(layer.post_attention_layernorm),
             feedforward=feedforward(layer.mlp),
         )
         for layer, kind in zip(parts.layers, kinds, strict=False)  # an early exit keeps the first layers alone
@@ -348,7 +329,7 @@ def _read_stack(model: LanguageModel, *, draft: bool) -> Stack:
     return Stack(
         embedding=parts.embed_tokens.weight.detach(),
         layers=layers,
-        norm=Norm(parts.norm),
+        norm=Norm.of(parts.norm),
         rotary=parts.rotary_emb,
         output=Product.of(model.head, draft=draft) if plain else None,
     )
