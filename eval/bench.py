@@ -25,7 +25,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import AfterValidator
 
@@ -152,7 +152,7 @@ def measure_served(options: argparse.Namespace, settings: BenchSettings) -> int:
     return 0 if results.is_exact else 1
 
 
-def about(options: argparse.Namespace) -> dict[str, Any]:
+def about(options: argparse.Namespace) -> dict[str, object]:
     """Return what the times of a measurement depend on: an interrupted one goes on only where all is the same."""
     import torch
 

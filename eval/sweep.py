@@ -101,13 +101,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if any(row["status"] == 1 for row in rows) else max(row["status"] for row in rows)
 
 
-def bench_arguments(setting: dict[str, Any]) -> list[str]:
+def bench_arguments(setting: dict[str, object]) -> list[str]:
     """Return the program's arguments in the form of wandb's agent, which drops a switch that is False."""
     given = {name: value for name, value in setting.items() if value is not False}
     return [f"--{name}" if value is True else f"--{name}={value}" for name, value in given.items()]
 
 
-def measure(setting: dict[str, Any], folder: Path, wandb: str) -> dict[str, object]:
+def measure(setting: dict[str, object], folder: Path, wandb: str) -> dict[str, object]:
     """Return the figures of a setting, from its results.json if there is one, else from a new measurement."""
     status = 0
     if not (folder / RESULTS).is_file():

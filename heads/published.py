@@ -85,7 +85,7 @@ def open_any(path: str, target: FrozenTarget) -> Any:
     return load_head(folder)
 
 
-def start_from(path: str, kind: str, settings: Mapping[str, Any], target: FrozenTarget, token_counts: Tensor) -> Any:
+def start_from(path: str, kind: str, settings: Mapping[str, object], target: FrozenTarget, token_counts: Tensor) -> Any:
     """Return a head of a recipe's `kind` with the shape, layers and weights of the head at `path`.
 
     settings: those in the recipe. Settings that affect only the training (`HeadKind.training`) are taken from the

@@ -47,7 +47,7 @@ UNTRAINED: dict[str, type[Any]] = {"lookup": Lookup, "ngram": EngineLookup, "ear
 """Class of each kind. It implements `heads.core.contract.Drafter`; its `for_target` takes a number and a target."""
 
 
-def kind_of(head: Any) -> str:
+def kind_of(head: object) -> str:
     if isinstance(head, LookupFirst):
         return f"lookup+{kind_of(head.head)}"
     kinds = {method.head: kind for kind, method in HEADS.items()} | {cls: kind for kind, cls in UNTRAINED.items()}

@@ -43,7 +43,7 @@ def target_record(target: FrozenTarget) -> dict[str, Any]:
     """Return the record of the target for a head's files, with the further keys that a head's format may need
     (`NOT_SAVED`). `config` is the target's own config.json."""
     config = target.config
-    whole: dict[str, Any] = json.loads(target.checkpoint_config.to_json_string())
+    whole: dict[str, object] = json.loads(target.checkpoint_config.to_json_string())
     return {
         "name": absolute(target.name),
         "architecture": target.architecture,
@@ -69,7 +69,7 @@ def save_head(
     head: Any,
     folder: str | Path,
     *,
-    target: dict[str, Any],
+    target: dict[str, object],
     provenance: dict[str, Any] | None = None,
     dtype: torch.dtype | None = None,
 ) -> None:
@@ -153,7 +153,7 @@ def _load(folder: Path, record: dict[str, Any]) -> Any:
     return head
 
 
-def check_unchanged(file: Path, record: dict[str, Any]) -> None:
+def check_unchanged(file: Path, record: dict[str, object]) -> None:
     """Raise UserError unless the tensors are those for which config.json was written."""
     if file_hash(file) != record.get("sha256"):
         raise UserError(
@@ -161,7 +161,7 @@ def check_unchanged(file: Path, record: dict[str, Any]) -> None:
         )
 
 
-def restore_head(kind: str, config: dict[str, Any], weights: dict[str, Tensor], source: str | Path) -> Any:
+def restore_head(kind: str, config: dict[str, object], weights: dict[str, Tensor], source: str | Path) -> Any:
     """Return the head of a kind with this config and these tensors. Raises UserError, which names their source, if they
     describe no head."""
     try:

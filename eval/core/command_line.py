@@ -43,7 +43,7 @@ class Parser(argparse.ArgumentParser):
         self.register("type", Path, lambda text: Path(place(text)))
         self.first = first
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+    def parse_known_args(self, args: Any = None, namespace: object = None) -> Any:
         words = sys.argv[1:] if args is None else list(args)
         if self.first and ASKING.intersection(words):
             print(self.format_help() if ALL in words else self.format_screen())
@@ -79,11 +79,11 @@ def is_tuple(hint: object) -> bool:
     return get_origin(get_args(hint)[0] if get_origin(hint) is Annotated else hint) is tuple
 
 
-def typed(hint: Any) -> Callable[[str], Any]:
+def typed(hint: Any) -> Callable[[str], object]:
     """Return a function that parses an option as a type, with its bounds. Items of a tuple are separated by commas."""
     adapter = TypeAdapter(hint)
 
-    def parse(text: str) -> Any:
+    def parse(text: str) -> object:
         try:
             return adapter.validate_python(text.split(",") if is_tuple(hint) else text)
         except ValidationError as error:

@@ -109,7 +109,7 @@ def _form_of_reasoning(template: ChatTemplate, prompt: str, between: str) -> tup
 
 def thinking_texts(template: ChatTemplate) -> list[tuple[dict[str, object], str]]:
     """Return the texts of answers with reasoning that render it, each after the calls of the answer."""
-    forms: list[dict[str, Any]] = [{}, {"tool_calls": [CALLED]}]
+    forms: list[dict[str, object]] = [{}, {"tool_calls": [CALLED]}]
     texts = [template.probe(QUESTION, {**ANSWER, REASONING[0]: THOUGHT, **calls}) for calls in forms]
     return [(calls, text) for calls, text in zip(forms, texts, strict=True) if THOUGHT in text]
 
@@ -119,7 +119,7 @@ def default_of(template: ChatTemplate, name: str, *conversations: Sequence[Messa
     or False, or an empty text for an argument about reasoning that is neither; None if it changes nothing."""
     others = {other: value for other, value in template.arguments.items() if other != name}
 
-    def prompts(**given: Any) -> list[str]:
+    def prompts(**given: object) -> list[str]:
         own = replace(template, arguments={**others, **given})
         return [own.probe(*messages, answer_next=True) for messages in conversations]
 

@@ -99,7 +99,7 @@ class ChatTemplate:
     def has_date(self) -> bool:
         return "strftime_now" in json.dumps(self.template)
 
-    def key(self) -> dict[str, Any]:
+    def key(self) -> dict[str, object]:
         """Return the plain values on which the rendered texts depend."""
         day = str(self.day) if self.has_date else None
         ends = sorted(self.all_end_ids)
@@ -143,7 +143,7 @@ class ChatTemplate:
             ) from None
 
     def prompt(
-        self, messages: Sequence[Message], *, place: str, tools: Any = None, num_checked: int = 0
+        self, messages: Sequence[Message], *, place: str, tools: object = None, num_checked: int = 0
     ) -> tuple[str, list[int]]:
         """Return the text and the tokens after which the target writes the next answer. RecordError if the template
         leaves out a turn; the first `num_checked` are not looked for."""
@@ -184,7 +184,7 @@ class ChatTemplate:
             text = text.replace(added[token].content, "")
         return text
 
-    def probe(self, *messages: Message, answer_next: bool = False, tools: Any = None) -> str:
+    def probe(self, *messages: Message, answer_next: bool = False, tools: object = None) -> str:
         """Return the text of a small conversation, which is empty if the template refuses it."""
         with suppress(RecordError):
             return self.render(messages, place="", answer_next=answer_next, tools=tools)
@@ -221,7 +221,7 @@ class ChatTemplate:
     def _variants(self) -> dict[str, tuple[ChatTemplate, list[str]]]:
         return {}
 
-    def with_arguments(self, arguments: Mapping[str, Any]) -> tuple[ChatTemplate, list[str]]:
+    def with_arguments(self, arguments: Mapping[str, object]) -> tuple[ChatTemplate, list[str]]:
         """Return the template with the arguments of a record, which take precedence, and the names of those that it
         does not read."""
         key = json.dumps(arguments, sort_keys=True, default=str)
@@ -282,7 +282,7 @@ class ChatTemplate:
         remedy = f"; data.template.{name}: false asks for such answers" if name else ""
         return f"answers have no reasoning, under a chat template that thinks{remedy}"
 
-    def prepared(self, messages: Sequence[Message], *, place: str, tools: Any = None) -> Sequence[Message]:
+    def prepared(self, messages: Sequence[Message], *, place: str, tools: object = None) -> Sequence[Message]:
         """Return the conversation in the form that the template renders: the reasoning of answers in its own field,
         and tool calls. RecordError if there is no such form."""
         messages = [self._with_reasoning(message) for message in messages]

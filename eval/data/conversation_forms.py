@@ -81,7 +81,7 @@ class Chat(NamedTuple):
     """Columns with text, lists or mappings that the form does not read."""
     notes: tuple[str, ...] = ()
     """What is worth saying of it, in general words, the same for all such records."""
-    arguments: Mapping[str, Any] = {}
+    arguments: Mapping[str, object] = {}
     """Arguments of the chat template for this record."""
 
 
@@ -142,7 +142,7 @@ def with_lists(record: Record) -> Record:
     """Return a record in which columns of turns that are JSON text are lists, and xLAM's calls are an answer."""
     place, fields = record
 
-    def read(column: str, *keys: str) -> list[Any]:
+    def read(column: str, *keys: str) -> list[object]:
         items = _parsed(fields[column]) if isinstance(fields.get(column), str) else None
         items = items if isinstance(items, list) else []
         return items if all(isinstance(item, dict) and not item.keys().isdisjoint(keys) for item in items) else []
@@ -171,7 +171,7 @@ def _unexpected(place: str, expected: str, got: object, reason: str) -> RecordEr
     return RecordError(f"{place}: expected {expected}, got {shown(got)}", reason)
 
 
-def _parsed(value: Any) -> object:
+def _parsed(value: object) -> object:
     """Return what a JSON text holds, and any other value unchanged."""
     with suppress(ValueError, RecursionError):
         return json.loads(value) if isinstance(value, str) else value
@@ -218,7 +218,7 @@ def read_turns(record: Record, column: str, role: str = "user") -> list[Message]
     return [{"role": role, "content": text}]
 
 
-def _is_turn(value: Any) -> bool:
+def _is_turn(value: object) -> bool:
     keys = {*ROLE, *CONTENT, "type", "text"}
     return isinstance(value, str) or (isinstance(value, dict) and not value.keys().isdisjoint(keys))
 
@@ -236,7 +236,7 @@ def _as_list(value: Any, *keys: str) -> object:
     return value
 
 
-def _is_transcript(text: Any) -> bool:
+def _is_transcript(text: object) -> bool:
     return isinstance(text, str) and text.lstrip().startswith(("Human:", "User:")) and "\n\nAssistant:" in text
 
 
@@ -304,7 +304,7 @@ def read_tools(record: Record, messages: Sequence[Message]) -> list[object] | No
     ]
 
 
-def _read_turn(place: str, turn: Any, nullable: Collection[str] = ()) -> Message:
+def _read_turn(place: str, turn: object, nullable: Collection[str] = ()) -> Message:
     """Return a turn with `role` and `content`, and `weight` 0 if it is an answer that is not to be trained on.
     `nullable`: names of weights of which null says nothing."""
     if not isinstance(turn, dict):
@@ -366,7 +366,7 @@ def _is_trained(place: str, turn: Message, nullable: Collection[str]) -> bool:
     return all(weights.values())
 
 
-def _read_calls(place: str, text: Any) -> list[object]:
+def _read_calls(place: str, text: object) -> list[object]:
     """Return the calls of tools in a turn of ShareGPT's: JSON text of one or of several, with name and arguments."""
     calls = _parsed(text)
     calls = calls if isinstance(calls, list) else [calls]

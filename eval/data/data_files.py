@@ -218,7 +218,7 @@ def _read_file(file: Path, called: str) -> Iterator[Record]:
             raise UserError(f"{called}: the file is empty; expected text")
         return iter([(f"{called}:1", {"text": text})])
     if kind == ".parquet":
-        arguments: dict[str, Any] = {"path": "parquet", "data_files": str(file), "split": "train", "streaming": True}
+        arguments: dict[str, object] = {"path": "parquet", "data_files": str(file), "split": "train", "streaming": True}
         return _read_rows(called, "", FETCH, "load_dataset", **arguments)
     raise UserError(f"{called}: expected {EXPECTED}")
 
@@ -237,7 +237,7 @@ def _read_rows(called: str, of: str, remedy: str, load: str, /, **arguments: obj
         raise UserError(f"{called}: no data set that can be loaded{of} ({_reason(error)}{where}); {remedy}") from None
 
 
-def _without_nulls(value: Any) -> Any:
+def _without_nulls(value: object) -> Any:
     """Return a value of a table without the nulls of its structs: a column has one type for all rows, so that each
     struct has the keys of all others. NaN stands for null, too."""
     if isinstance(value, dict):
@@ -301,7 +301,7 @@ def _parse(place: str, text: bytes) -> Any:
         raise UserError(f"{place}: expected a JSON record ({first_line(error)})") from None
 
 
-def _check(place: str, record: Any, *, escaped: bool) -> dict[str, Any]:
+def _check(place: str, record: object, *, escaped: bool) -> dict[str, object]:
     try:
         if escaped:  # JSON can name half a character, but no text can hold it
             json.dumps(record, ensure_ascii=False).encode()

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -84,9 +84,9 @@ class Prompt:
     """The conversation so far; empty for plain text."""
     later_turns: tuple[str, ...] = ()
     """Further turns of the user, for after the answer to this prompt (MT-Bench, Spec-Bench)."""
-    arguments: Mapping[str, Any] = field(default_factory=dict)
+    arguments: Mapping[str, object] = field(default_factory=dict)
     """Arguments of the chat template for this prompt alone."""
-    tools: list[Any] | None = None
+    tools: list[object] | None = None
     """Tools that the target may call, as chat templates expect them."""
 
 
@@ -334,7 +334,7 @@ def render(
     messages: Sequence[Message],
     tokenizer: PreTrainedTokenizerBase | None,
     place: str = "conversation",
-    arguments: Mapping[str, Any] | None = None,
+    arguments: Mapping[str, object] | None = None,
     tools: object = None,
 ) -> tuple[str, tuple[int, ...]]:
     """Return the text and token ids of a conversation, ready for an answer. `arguments`: those of the chat template for

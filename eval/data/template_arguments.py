@@ -6,7 +6,7 @@ import copy
 import json
 import re
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jinja2 import Environment, TemplateSyntaxError, meta
 
@@ -33,7 +33,7 @@ def arguments_read(template: str | Mapping[str, str], tokenizer: PreTrainedToken
     return sorted(known - GIVEN - tokenizer.special_tokens_map.keys())
 
 
-def with_arguments(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> PreTrainedTokenizerBase:
+def with_arguments(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, object]) -> PreTrainedTokenizerBase:
     """Return the tokenizer with the arguments that its chat template reads set in the template, so that prompts are
     rendered like the training data. An argument that a prompt is rendered with takes precedence."""
     template = tokenizer.chat_template

@@ -111,7 +111,7 @@ def as_given(messages: Iterable[Message], roles: Collection[str], thinks_in_part
     return given
 
 
-def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
+def common_prefix(a: Sequence[object], b: Sequence[object]) -> int:
     if a == b[: len(a)]:
         return len(a)
     return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import count
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from eval.data.data_files import Message, RecordError
 from heads.core.errors import shown
@@ -48,7 +48,7 @@ def with_calls(messages: Sequence[Message], form: CallForm, place: str) -> list[
     return formed
 
 
-def with_form(call: dict[str, Any], form: CallForm, number: int) -> dict[str, object]:
+def with_form(call: dict[str, object], form: CallForm, number: int) -> dict[str, object]:
     """Return a tool call, number `number` of its conversation, in a form."""
     whole = {"type": "function", **call}
     function = whole.pop("function", None)
@@ -67,5 +67,5 @@ def with_form(call: dict[str, Any], form: CallForm, number: int) -> dict[str, ob
     return whole | ({"function": function} if form.wrapped else function)
 
 
-def _short(number: Any) -> str:
+def _short(number: object) -> str:
     return re.sub(r"[^A-Za-z0-9]", "", str(number))[-9:].rjust(9, "0")

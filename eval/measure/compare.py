@@ -68,7 +68,7 @@ class Variant:
         self.outputs[repeat].update(zip(indices, outputs, strict=True))
         self.timings[repeat][unit] = timings
 
-    def turn(self, repeat: int, unit: int, indices: Sequence[int]) -> dict[str, Any]:
+    def turn(self, repeat: int, unit: int, indices: Sequence[int]) -> dict[str, object]:
         """Return the record of a turn."""
         outputs = [asdict(self.outputs[repeat][i]) for i in indices]
         return {"outputs": outputs, "timings": asdict(self.timings[repeat][unit])}

@@ -73,7 +73,7 @@ def head_facts(
     match, folder = split_draft(path)
     own = head.head if isinstance(head, LookupFirst) else head
     trained = None if own.is_borrowed else own
-    config: Any = getattr(trained, "config", None)
+    config: object = getattr(trained, "config", None)
     provenance: Provenance | None = None
     curve: list[Point] = []
     engines: list[Verdict] = []

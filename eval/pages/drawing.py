@@ -37,7 +37,7 @@ WIDTH = 4.6
 FONT_SIZE = 12
 LETTERS = 58
 """Maximum number of letters in a line of a caption."""
-STYLE: dict[Any, Any] = {
+STYLE: dict[Any, object] = {
     "font.family": "sans-serif",
     "font.size": FONT_SIZE,
     "text.color": COLOURS["ink"],

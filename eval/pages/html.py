@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, groupby
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup, escape
@@ -170,7 +169,7 @@ def render_several(measurements: Sequence[Results]) -> str:
     )
 
 
-def render(**values: Any) -> str:
+def render(**values: object) -> str:
     """Return the page with these values of the template's names; all others have none."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {
@@ -200,7 +199,7 @@ def divergence_lines(results: Results) -> list[str]:
 # Replays
 
 
-def replay(results: Results, sample: Sample) -> dict[str, Any]:
+def replay(results: Results, sample: Sample) -> dict[str, object]:
     """Return a sample as the template shows it: `sides`, each with its name, its rounds and how long it took. It has
     times, and the side of plain decoding, only if the speedup is reliable."""
     sides: dict[str, Decoded] = {"Drafted": sample}
@@ -245,7 +244,7 @@ def facts(values: Mapping[str, object]) -> dict[str, str]:
     }
 
 
-def source(results: Results, *, with_warnings: bool) -> dict[str, Any]:
+def source(results: Results, *, with_warnings: bool) -> dict[str, object]:
     """Return what one needs to measure it again."""
     return {
         "name": texts.heading(results),

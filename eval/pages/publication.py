@@ -278,5 +278,5 @@ def check_private(files: Contents) -> None:
             raise UserError(f"{name}: would name a path in {home}; take it out of the run's own file of that name")
 
 
-def as_json(value: Any) -> bytes:
+def as_json(value: object) -> bytes:
     return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode(errors="backslashreplace")

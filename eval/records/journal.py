@@ -21,7 +21,7 @@ class Journal:
     def __init__(self, file: TextIO | None = None) -> None:
         """`file`: open to be read and written, at its second line."""
         self._file, self._parts = file, 0
-        self._records: dict[str, Any] = {}
+        self._records: dict[str, object] = {}
         end = file.tell() if file is not None else 0
         while file is not None and (line := file.readline()).endswith("\n"):
             with suppress(ValueError, LookupError, TypeError):
@@ -41,15 +41,15 @@ class Journal:
         """Forget all records: they are not what they should be."""
         self._records.clear()
 
-    def part(self, *facts: Any) -> str:
+    def part(self, *facts: object) -> str:
         """Return the name of the next part, a hash of its number and of all that its records depend on."""
         self._parts += 1
         return hashlib.sha256(json.dumps([self._parts, *facts], default=str).encode()).hexdigest()[:16]
 
-    def get(self, part: str, *place: Any) -> Any:
+    def get(self, part: str, *place: object) -> Any:
         return self._records.get(_name(part, place))
 
-    def add(self, record: Any, part: str, *place: Any) -> None:
+    def add(self, record: object, part: str, *place: object) -> None:
         if self._file is None:
             return
         self._records[_name(part, place)] = record
@@ -57,11 +57,11 @@ class Journal:
         self._file.flush()
 
 
-def _line(record: dict[str, Any]) -> str:
+def _line(record: dict[str, object]) -> str:
     return json.dumps(record, default=str) + "\n"
 
 
-def _name(part: str, place: tuple[Any, ...]) -> str:
+def _name(part: str, place: tuple[object, ...]) -> str:
     return "/".join([part, *map(str, place)])
 
 

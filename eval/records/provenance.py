@@ -1,7 +1,5 @@
 """provenance.json, which is also in a saved head: how the head was made. Keys that are not known here are kept."""
 
-from typing import Any
-
 from pydantic import field_validator
 
 from eval.records.figures_schema import Part
@@ -33,7 +31,7 @@ class TrainingData(Part):
 
     @field_validator("sources", mode="before")
     @classmethod
-    def whole_section(cls, value: Any) -> object:
+    def whole_section(cls, value: object) -> object:
         """Take the sources alone, which older heads have."""
         return {"sources": value} if isinstance(value, list) else value
 

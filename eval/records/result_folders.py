@@ -9,7 +9,6 @@ from datetime import datetime
 from itertools import count
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any
 
 from eval.core.command_line import print_line
 from eval.data.prompts import split_prompts, suite_name
@@ -31,7 +30,7 @@ VAGUE_NAMES = ("head", "target", "model")
 
 @contextmanager
 def own_folder(
-    parent: Path, settings: BenchSettings, options: argparse.Namespace, about: dict[str, Any]
+    parent: Path, settings: BenchSettings, options: argparse.Namespace, about: dict[str, object]
 ) -> Iterator[tuple[Path, Journal]]:
     """Yield the folder named with --out, or one in `parent` for a measurement with `settings`, and its journal: where
     a measurement `about` the same was interrupted, that folder, else a new one. On exit new folders are removed if they

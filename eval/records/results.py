@@ -24,7 +24,7 @@ def plain(part: BaseModel) -> dict[str, Any]:
     return part.model_dump(by_alias=True, exclude_unset=True)
 
 
-def as_record(results: Results) -> dict[str, Any]:
+def as_record(results: Results) -> dict[str, object]:
     """Return the contents of the file. With one head, the headline's figures are at the top level."""
     record = plain(results)
     if results.is_comparison:
@@ -33,7 +33,7 @@ def as_record(results: Results) -> dict[str, Any]:
     return {**plain(results.headline), **record, "head": head}
 
 
-def write_record(record: Any, path: Path) -> None:
+def write_record(record: object, path: Path) -> None:
     """Write a record as JSON atomically. A value that is not finite becomes null."""
     write_bytes(path, to_json(record, indent=1, inf_nan_mode="null", fallback=str) + b"\n")
 

@@ -7,7 +7,7 @@ every output was identical.
 """
 
 import math
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
@@ -27,7 +27,7 @@ class Target(Part):
     name: str
     architecture: str = ""
     fingerprint: str = ""
-    settings: dict[str, Any] = {}
+    settings: dict[str, object] = {}
     """Fields of its config.json that change its texts, where they differ from the defaults of its class."""
     tokenizer: str = ""
     """A hash of its tokenizer."""
@@ -38,9 +38,9 @@ class Target(Part):
     hidden_size: int = 0
     vocab_size: int = 0
     context_length: int = 0
-    template: dict[str, Any] = {}
+    template: dict[str, object] = {}
     """Arguments of its chat template."""
-    overrides: dict[str, Any] = {}
+    overrides: dict[str, object] = {}
     """Settings of its generation_config.json that vLLM refuses with a draft, with the values that it takes."""
     two_tables: bool = False
     """Its config ties embeddings and output head, and its checkpoint holds two tables that differ."""
@@ -188,12 +188,12 @@ class Results(Part):
 
     @model_validator(mode="before")
     @classmethod
-    def from_file(cls, record: Any) -> object:
+    def from_file(cls, record: object) -> object:
         """Take the one head of a results.json, and find the setting whose figures it has at the top level."""
         if not isinstance(record, dict) or not isinstance(head := record.get("head"), dict):
             return record
 
-        def place_of(figures: dict[str, Any]) -> list[object]:
+        def place_of(figures: dict[str, object]) -> list[object]:
             return [figures.get(key) for key in HEADLINE]
 
         places = [*map(place_of, record["measurements"])]

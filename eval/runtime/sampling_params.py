@@ -65,7 +65,7 @@ class SharedSampling(Settings):
     def penalises(self) -> bool:
         return self.penalties != (1, 0, 0)
 
-    def shared(self) -> dict[str, Any]:
+    def shared(self) -> dict[str, object]:
         return {name: getattr(self, name) for name in SharedSampling.model_fields}
 
 

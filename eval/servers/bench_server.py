@@ -61,7 +61,7 @@ class Group:
     rounds: list[RoundCounts] = field(default_factory=list)
     """By repeat: those of each answer, or those of all together."""
 
-    def last(self, rounds: Sequence[RoundCounts]) -> dict[str, list[dict[str, Any]]]:
+    def last(self, rounds: Sequence[RoundCounts]) -> dict[str, list[dict[str, object]]]:
         """Return the record of the last repeat. `rounds`: those of it."""
         return {
             "answers": [asdict(answer) for answer in self.answers[-1]],
@@ -114,7 +114,7 @@ def measure_server(
     settings: BenchSettings,
     server: EngineServer,
     plain: EngineServer | None,
-    run: Callable[[Coroutine[Any, Any, Any]], Any],
+    run: Callable[[Coroutine[object, object, object]], Any],
     journal: Journal,
 ) -> Results:
     """Return the contents of results.json. `run` runs a coroutine in the event loop of the clients."""

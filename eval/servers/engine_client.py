@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, Self
+from typing import Self
 
 from eval.data.prompts import Prompt
 from eval.runtime.sampling_params import Sampling
@@ -103,7 +103,7 @@ class EngineServer:
     version: str = ""
     depth: int = 0
     """Number of draft tokens in a round; 0 for a server that does not speculate."""
-    properties: dict[str, Any] = field(default_factory=dict)
+    properties: dict[str, object] = field(default_factory=dict)
     """What a llama-server says of its model (/props, and `meta` of its card)."""
 
     @classmethod
@@ -133,7 +133,7 @@ class EngineServer:
             await server.open_llamacpp(card.get("meta") or {})
         return server
 
-    async def open_llamacpp(self, meta: dict[str, Any]) -> None:
+    async def open_llamacpp(self, meta: dict[str, object]) -> None:
         """Read the properties of a llama-server. Newer builds say how they draft with an answer only, and all count
         drafts by position only after the first."""
         properties = self.properties = meta | await self.client.send("/props")
@@ -225,7 +225,7 @@ class EngineServer:
                 "vLLM takes no min_p with a draft, so no such figure can be served: measure without it (give "
                 "--temperature and the other filters, without --min-p and --sampling)"
             )
-        body: dict[str, Any] = {
+        body: dict[str, object] = {
             "model": self.model,
             "max_tokens": max_new_tokens,
             "seed": sampling.seed,
@@ -271,7 +271,7 @@ class EngineServer:
                 "llama.cpp counts the tokens of the prompt, too, in presence_penalty and frequency_penalty; leave them "
                 "out"
             )
-        body: dict[str, Any] = {
+        body: dict[str, object] = {
             "model": self.model,
             "n_predict": max_new_tokens,
             "seed": sampling.seed,
@@ -320,8 +320,8 @@ class EngineServer:
         )
 
 
-def chat_body(prompt: Prompt) -> dict[str, Any]:
-    body: dict[str, Any] = {"messages": list(prompt.messages)}
+def chat_body(prompt: Prompt) -> dict[str, object]:
+    body: dict[str, object] = {"messages": list(prompt.messages)}
     if prompt.arguments:
         body["chat_template_kwargs"] = dict(prompt.arguments)
     if prompt.tools:

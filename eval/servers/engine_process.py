@@ -68,16 +68,16 @@ def run_inside(python: Path, program: str, *arguments: str, what: str, log: Path
     return str(done.stdout)
 
 
-def run_job(python: Path, program: str, job: dict[str, Any], *, what: str, folder: Path) -> dict[str, Any]:
+def run_job(python: Path, program: str, job: dict[str, object], *, what: str, folder: Path) -> dict[str, Any]:
     """Return the result, as JSON, of a program's job."""
     (folder / "job.json").write_text(json.dumps(job))
     run_inside(python, program, str(folder / "job.json"), str(folder / "result.json"), what=what, log=folder / "log")
-    found: dict[str, Any] = json.loads((folder / "result.json").read_text())
+    found: dict[str, object] = json.loads((folder / "result.json").read_text())
     return found
 
 
 @contextmanager
-def running(python: Path, program: str, job: dict[str, Any], *, what: str, folder: Path) -> Iterator[str]:
+def running(python: Path, program: str, job: dict[str, object], *, what: str, folder: Path) -> Iterator[str]:
     """Run a server for a `with` block, and give the address that it prints. It reads its standard input, a pipe from
     here, and ends with it: however this process ends, no server is left."""
     (folder / "job.json").write_text(json.dumps(job))

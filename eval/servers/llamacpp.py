@@ -108,7 +108,7 @@ def forms(value: Tensor, types: Iterable[Any]) -> Iterator[Any]:
             yield plain(quantize(array, kind), kind)
 
 
-def plain(values: Any, kind: Any) -> Any:
+def plain(values: Any, kind: Any) -> object:
     """Return the values of a tensor of a GGUF file as numbers."""
     from gguf import dequantize
 

@@ -32,7 +32,7 @@ from heads.targets.hub import local_folder
 
 LIKELIEST = 5
 """Tokens whose log-probabilities are asked for."""
-Run = Callable[[Coroutine[Any, Any, Any]], Any]
+Run = Callable[[Coroutine[object, object, Any]], Any]
 """Runs a coroutine in the event loop of the clients."""
 
 

@@ -153,7 +153,7 @@ class Ladder:
         for seed in range(NUDGES):
             yield Cause(NEAR_TIE, "rounding", partial(self.nudged, seed))
         head: Any = self.head
-        drops: dict[str, Any] = {}
+        drops: dict[str, object] = {}
         names: list[str] = []
         for name, prefixes in DROPPED.items() if kind_of(head) == "eagle3" else ():
             if getattr(head.config, name, None):
@@ -189,7 +189,7 @@ class Ladder:
             if depth != self.depth:
                 yield Cause(f"it drafts {depth} tokens a round, not {self.depth}", "the engine", depth=depth)
 
-    def variant(self, changes: dict[str, Any], dropped: Sequence[str] = ()) -> Callable[[], Drafter]:
+    def variant(self, changes: dict[str, object], dropped: Sequence[str] = ()) -> Callable[[], Drafter]:
         """Return a function that makes the head with other settings, without the tensors whose names begin so."""
 
         def make() -> Drafter:
@@ -225,7 +225,7 @@ class Ladder:
         head: Any = self.variant({})()
         extend = head.extend
 
-        def changed(state: Any, observation: Any) -> None:
+        def changed(state: Any, observation: object) -> None:
             attentions = [layer.self_attn for layer in state.head.layers]
             norms = [attention.k_norm for attention in attentions]
             for attention in attentions:

@@ -37,14 +37,14 @@ class Compared(BaseModel):
     prompt: str
     texts_equal: bool
     first_difference: int | None
-    here: dict[str, Any]
-    engine: dict[str, Any]
+    here: dict[str, object]
+    engine: dict[str, object]
 
 
 class ParityRecord(BaseModel):
     measured_at: str
     versions: dict[str, str]
-    device: dict[str, Any]
+    device: dict[str, object]
     command: list[str]
     engine: str
     facts: dict[str, str]
@@ -52,7 +52,7 @@ class ParityRecord(BaseModel):
     kind: str
     target: str
     depth: int
-    settings: dict[str, Any]
+    settings: dict[str, object]
     requests: list[Compared]
     lines: list[str]
     """What each step of the ladder found."""

@@ -143,7 +143,9 @@ def round_cache(engine: Engine, kind: str | None) -> None:
     elif isinstance(whole, HFCache):
         update = whole.update
 
-        def rounded_update(keys: Tensor, values: Tensor, layer: int, *rest: Any, **more: Any) -> tuple[Tensor, Tensor]:
+        def rounded_update(
+            keys: Tensor, values: Tensor, layer: int, *rest: object, **more: object
+        ) -> tuple[Tensor, Tensor]:
             rows = [part.transpose(1, 2) for part in (keys, values)]
             keys, values = (
                 round_states(row, kind, alternate=swaps).transpose(1, 2)

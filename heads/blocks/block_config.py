@@ -141,7 +141,7 @@ class DraftBlockConfig(BlockConfig, DraftBlockSettings):
         return {name: getattr(self, name) for name in self.form.settings}
 
     @classmethod
-    def read_fields(cls, fields: Mapping[str, Any], weights: dict[str, Tensor]) -> dict[str, Any]:
+    def read_fields(cls, fields: Mapping[str, object], weights: dict[str, Tensor]) -> dict[str, Any]:
         """Return the method's own settings, from the fields of another project's config.json. `weights`, the tensors
         beside it, may be changed to the form that the head loads."""
         for name in cls.form.settings:

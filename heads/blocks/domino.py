@@ -19,7 +19,7 @@ Letters: C or M blocks, K depth, D hidden, G width of the GRU, V vocabulary, W p
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, ClassVar, Self, cast
+from typing import ClassVar, Self, cast
 
 import torch
 from pydantic import model_validator
@@ -64,7 +64,7 @@ class DominoConfig(DFlashConfig, DominoSettings):
         return super().engine_fields() | {"projector_type": "domino"}
 
     @classmethod
-    def read_fields(cls, fields: Mapping[str, Any], weights: dict[str, Tensor]) -> dict[str, Any]:
+    def read_fields(cls, fields: Mapping[str, object], weights: dict[str, Tensor]) -> dict[str, object]:
         return super().read_fields({"pure_draft_prefix_len": 0, "shift_label": False, **fields}, weights)
 
 

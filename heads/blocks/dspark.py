@@ -56,7 +56,7 @@ class DSparkConfig(DraftBlockConfig, DSparkSettings):
         }
 
     @classmethod
-    def read_fields(cls, fields: Mapping[str, Any], weights: dict[str, Tensor]) -> dict[str, Any]:
+    def read_fields(cls, fields: Mapping[str, Any], weights: dict[str, Tensor]) -> dict[str, object]:
         kind = fields.get("markov_head_type") or "vanilla"
         expect(kind == "vanilla", "markov_head_type", "vanilla, the Markov head that engines load", kind)
         settings = super().read_fields(fields, weights)

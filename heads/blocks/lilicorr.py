@@ -28,7 +28,7 @@ the vectors.
 """
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import torch
 from pydantic import model_validator
@@ -86,7 +86,7 @@ class LiLiCorrConfig(DFlashConfig, LiLiCorrSettings):
         return super().engine_fields() | written | convolutions
 
     @classmethod
-    def read_fields(cls, fields: Mapping[str, Any], weights: dict[str, Tensor]) -> dict[str, Any]:
+    def read_fields(cls, fields: Mapping[str, object], weights: dict[str, Tensor]) -> dict[str, object]:
         settings = super().read_fields(fields, weights)
         return settings | {"lilicorr_hidden_size": settings["lilicorr_hidden_size"] or None}
 

@@ -79,7 +79,7 @@ class XPressConfig(DFlashConfig, XPressSettings):
         }
 
     @classmethod
-    def read_fields(cls, fields: Mapping[str, Any], weights: dict[str, Tensor]) -> dict[str, Any]:
+    def read_fields(cls, fields: Mapping[str, Any], weights: dict[str, Tensor]) -> dict[str, object]:
         if "xpress_mlp_ratio" in fields:  # in speculators' form
             fields = {**fields, "xpress_mlp_hidden": fields["xpress_mlp_ratio"] * fields["xpress_rank"]}
         return super().read_fields(fields, weights)

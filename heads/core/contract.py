@@ -159,7 +159,7 @@ class Drafter(ABC):
         return
 
     @abstractmethod
-    def new_state(self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape) -> Any:
+    def new_state(self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape) -> object:
         """Return the state of `batch_size` sequences of at most `capacity` positions, to draft trees of `shape`. It is
         opaque to the runtime, except for `length` (B,), the positions of the roots. Raises UserError as `check_draft`
         does."""
@@ -213,7 +213,7 @@ class DraftHead(Drafter):
 
     @classmethod
     @abstractmethod
-    def from_checkpoint(cls, config: dict[str, Any], weights: dict[str, Tensor]) -> Self:
+    def from_checkpoint(cls, config: dict[str, object], weights: dict[str, Tensor]) -> Self:
         """Return the head that was saved: weights from `to_checkpoint`, config from `asdict(config)` after JSON. Raises
         UserError if they are damaged."""
 

@@ -49,6 +49,6 @@ def rotation_errors(config: Mapping[str, Any], reader: str) -> list[str]:
     return [f"config.json: rope_scaling.{name}: is not read, so another head would run" for name in unread]
 
 
-def misread_rotation(config: Mapping[str, Any]) -> list[str]:
+def misread_rotation(config: Mapping[str, object]) -> list[str]:
     """Return a line for each setting of another project's rotary positions that an engine ignores."""
     return [f"{engine}: {error}" for engine in ENGINES for error in rotation_errors(config, engine)]

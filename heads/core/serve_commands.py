@@ -40,15 +40,15 @@ class Setting:
     """True if the target brings its own Python code."""
 
 
-Command = Callable[[Setting, Mapping[str, Any]], str]
+Command = Callable[[Setting, Mapping[str, object]], str]
 """(what is served, the head's config.json) -> command that serves it."""
 
 
 def vllm(method: str, *, fixed: bool = False) -> Command:
     """Return a function that makes vLLM's command. `fixed`: the method drafts one number of tokens at any load."""
 
-    def run(setting: Setting, config: Mapping[str, Any]) -> str:
-        draft: dict[str, Any] = {"method": method, "model": setting.head, "num_speculative_tokens": setting.steps}
+    def run(setting: Setting, config: Mapping[str, object]) -> str:
+        draft: dict[str, object] = {"method": method, "model": setting.head, "num_speculative_tokens": setting.steps}
         if setting.rule not in (None, LIKELIEST):
             draft["draft_sample_method"] = "probabilistic"
         if setting.rule == "block":
@@ -60,7 +60,7 @@ def vllm(method: str, *, fixed: bool = False) -> Command:
     return run
 
 
-def vllm_serve(setting: Setting, draft: Mapping[str, Any]) -> str:
+def vllm_serve(setting: Setting, draft: Mapping[str, object]) -> str:
     """Return vLLM's command. `draft`: its speculative config."""
     words = ["vllm", "serve", setting.target, *["--trust-remote-code"] * setting.code]
     for option, value in (
@@ -100,7 +100,7 @@ def llama_cpp(kind: str) -> Command:
     the method in its option --spec-type. A file whose name begins with it is found in a repository of the Hub. The head
     is in 8 bits, which a small machine reads four times as fast."""
 
-    def run(setting: Setting, config: Mapping[str, Any]) -> str:
+    def run(setting: Setting, config: Mapping[str, object]) -> str:
         target = shlex.quote(setting.target)
         head = shlex.quote(setting.head)
         file = shlex.quote(gguf_name(kind, setting.head))
@@ -140,6 +140,6 @@ def openvino(setting: Setting, config: Mapping[str, Any]) -> str:
     )
 
 
-def mlx(setting: Setting, config: Mapping[str, Any]) -> str:
+def mlx(setting: Setting, config: Mapping[str, object]) -> str:
     words = ["mlx_lm.server", "--model", setting.target, *["--trust-remote-code"] * setting.code]
     return shlex.join([*words, "--draft-model", setting.head, "--num-draft-tokens", str(setting.steps)])

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, Self
+from typing import Annotated, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
@@ -32,7 +32,7 @@ class Settings(BaseModel):
     )
 
     @classmethod
-    def from_plain(cls, values: Mapping[str, Any], section: str = "head") -> Self:
+    def from_plain(cls, values: Mapping[str, object], section: str = "head") -> Self:
         """Return the settings with these values, as YAML and JSON give them. UserError names the first wrong one, as
         a key of a recipe's `head`, or of the `section` of another file."""
         try:  # as JSON, whose lists are tuples where a setting has a tuple

@@ -117,7 +117,7 @@ def refuse_unsupported(
     known |= {EMBEDDING_SCALE} if form.scales_embeddings else set()
     # The first DSpark heads of speculators had no such field, and did not sample from the anchor.
     by_default = from_root and "transformer_layer_config" not in fields
-    nested: Mapping[str, Any] = fields.get("dflash_config") or {}
+    nested: Mapping[str, object] = fields.get("dflash_config") or {}
     refuse_settings(
         source,
         {

@@ -82,7 +82,7 @@ def foreign_config(path: str) -> dict[str, object] | None:
     return config if isinstance(config, dict) and "draftsmith" not in config else None
 
 
-def open_source(path: str, config: Mapping[str, Any]) -> Source:
+def open_source(path: str, config: Mapping[str, object]) -> Source:
     """Return the checkpoint at `path`: a folder, a Hub id, or either with the name of a pickle."""
     folder, name = without_pickle(path)
     if name is None:
@@ -165,7 +165,7 @@ def decoder_settings(source: Source, fields: Mapping[str, Any], kind: str, targe
     return config, block
 
 
-def refuse_settings(source: Source, unread: Mapping[str, Any]) -> None:
+def refuse_settings(source: Source, unread: Mapping[str, object]) -> None:
     """Raise UserError for a setting of config.json that heads here do not support. `unread` is true for those that are
     set."""
     for name, is_set in unread.items():

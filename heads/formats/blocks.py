@@ -55,7 +55,7 @@ def block_format(head: type[DraftBlockHead]) -> Format:
     )
 
 
-def engine_config(config: DraftBlockConfig, target: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+def engine_config(config: DraftBlockConfig, target: Mapping[str, object], dtype: str) -> dict[str, object]:
     form, own = config.form, config.engine_fields()
     decoder = {
         "architectures": [form.classes[0]],

@@ -26,7 +26,7 @@ EAGLE = "the EAGLE repository (cb7e084)"
 LLAMA = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"}
 
 
-def eagle3_engine_config(config: Eagle3Config, target: Mapping[str, Any], dtype: str) -> dict[str, object]:
+def eagle3_engine_config(config: Eagle3Config, target: Mapping[str, object], dtype: str) -> dict[str, object]:
     """Return config.json under the engines' names."""
     fields = {
         **(QWEN3 if config.qk_norm else LLAMA),

@@ -54,7 +54,7 @@ class Folder:
     config: Mapping[str, Any]
     """Contents of config.json, with draftsmith's own config of the head under `draftsmith`."""
     shapes: Shapes
-    target: Mapping[str, Any]
+    target: Mapping[str, object]
     """The head's record of its target."""
 
 
@@ -68,13 +68,13 @@ class Format:
 
     weights_file: str = "model.safetensors"
     """File in which engines look for the tensors."""
-    engine_config: Callable[[Any, dict[str, Any], str], dict[str, Any]]
+    engine_config: Callable[[Any, dict[str, object], str], dict[str, Any]]
     """(the head's config, `heads.saved.target_record` with `config`, dtype) -> config.json for engines."""
     readers: Mapping[str, Command]
     """Command for each reader, by the reader's name."""
     check: Callable[[Folder, str], tuple[str | None, list[str]]]
     """(folder, reader) -> the reason why the reader supports no such head, or None, and what it would misread."""
-    write_beside: Callable[[Path, dict[str, Any]], None] | None = None
+    write_beside: Callable[[Path, dict[str, object]], None] | None = None
     """Write the other files that the folder needs, from the record of the target."""
     read: Callable[[Source, FrozenTarget], Reading | None]
     """Read a head of the target in other projects' forms. Returns None for a folder without a head of this kind. Raises
@@ -196,7 +196,7 @@ def behind_lookup(verdict: Verdict, match: int, steps: int) -> Verdict:
     return replace(verdict, command=command, notes=(*verdict.notes, note))
 
 
-def why_otherwise(form: Format, reader: str, setting: Setting, config: Mapping[str, Any]) -> str | None:
+def why_otherwise(form: Format, reader: str, setting: Setting, config: Mapping[str, object]) -> str | None:
     """Return why a reader drafts otherwise with such a head than was measured, or None."""
     shape = setting.tree
     if shape is None:
@@ -208,7 +208,7 @@ def why_otherwise(form: Format, reader: str, setting: Setting, config: Mapping[s
     return None
 
 
-def why_incomplete(target: Mapping[str, Any]) -> str | None:
+def why_incomplete(target: Mapping[str, object]) -> str | None:
     """Return why the name of a target is not all that an engine needs, or None. `target`: a head's record of it."""
     if adapter := target.get("adapter"):
         return f"would serve the target without the adapter {adapter}; save them merged, and measure that model"
@@ -283,7 +283,7 @@ NOTES = {
 """What to know before a reader's command is used, for heads of any kind."""
 
 
-def decoder_config(config: BlockConfig, target: Mapping[str, Any], dtype: str) -> dict[str, object]:
+def decoder_config(config: BlockConfig, target: Mapping[str, object], dtype: str) -> dict[str, object]:
     """Return the fields of a decoder's layers in config.json."""
     scaling = getattr(config, "rope_scaling", None)
     if scaling and "factor" in scaling:

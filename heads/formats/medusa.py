@@ -9,7 +9,6 @@ The repository unpickles the tensors from medusa_lm_head.pt. draftsmith only wri
 
 import re
 from collections.abc import Mapping
-from typing import Any
 
 from heads.core.errors import UserError
 from heads.core.serve_commands import vllm
@@ -26,7 +25,7 @@ MEDUSA_TARGETS = frozenset({"LlamaForCausalLM"})
 tensors."""
 
 
-def medusa_engine_config(config: MedusaConfig, target: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+def medusa_engine_config(config: MedusaConfig, target: Mapping[str, object], dtype: str) -> dict[str, object]:
     """Return config.json under the repository's names, with the further fields that vLLM needs."""
     return {
         "architectures": ["MedusaModel"],

@@ -8,7 +8,6 @@ Here, weights are multiplied by their scales again when a head is loaded.
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ TYPES = {"fp8": ("float", torch.float8_e4m3fn, 448.0), "int8": ("int", torch.int
 """dtype -> its type in config.json, torch's dtype, and the largest value."""
 
 
-def quantization_config(dtype: str) -> dict[str, Any]:
+def quantization_config(dtype: str) -> dict[str, object]:
     kind = TYPES[dtype][0]
     number = {"num_bits": 8, "type": kind, "symmetric": True}
     group = {

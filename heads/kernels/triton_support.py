@@ -50,7 +50,7 @@ def why_not(device: torch.device) -> str | None:
     return None
 
 
-def jit(function: Any) -> Any:
+def jit(function: object) -> Any:
     """Return `triton.jit` of a function, or the function itself without triton, where it is never called."""
     return triton.jit(function) if triton is not None else function
 

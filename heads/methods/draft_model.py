@@ -144,7 +144,7 @@ class Draft(nn.Module, DraftHead):
         return cls(config, model)
 
     @classmethod
-    def from_checkpoint(cls, config: dict[str, Any], weights: dict[str, Tensor]) -> "Draft":
+    def from_checkpoint(cls, config: dict[str, object], weights: dict[str, Tensor]) -> "Draft":
         head_config = DraftConfig.from_plain(config, SAVED)
         model: Any = empty_model(head_config.model)
         rows = len(model.get_output_embeddings().weight)

@@ -18,7 +18,7 @@ depth.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Self
+from typing import Self
 
 import torch
 from pydantic import model_validator
@@ -166,7 +166,7 @@ class Eagle3(Recycling):
         return head
 
     @classmethod
-    def from_checkpoint(cls, config: dict[str, Any], weights: dict[str, Tensor]) -> "Eagle3":
+    def from_checkpoint(cls, config: dict[str, object], weights: dict[str, Tensor]) -> "Eagle3":
         head_config = Eagle3Config.from_plain(config, SAVED)
         head = cls(head_config, read_vocab(weights, head_config.draft_vocab_size, head_config.vocab_size))
         check_tensors(head.to_checkpoint(), weights)

@@ -145,7 +145,7 @@ class Medusa(nn.Module, DraftHead):
         return head
 
     @classmethod
-    def from_checkpoint(cls, config: dict[str, Any], weights: dict[str, Tensor]) -> "Medusa":
+    def from_checkpoint(cls, config: dict[str, object], weights: dict[str, Tensor]) -> "Medusa":
         head_config = MedusaConfig.from_plain(config, SAVED)
         V = head_config.vocab_size
         Vd = head_config.draft_vocab_size

@@ -4,7 +4,7 @@ the bounds that do not depend on the target. Null is the target's value.
 A recipe is checked, and its keys are listed, before torch is imported, so this file does not import torch.
 """
 
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Literal, NamedTuple, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -261,7 +261,7 @@ class DraftSettings(Settings):
     """Smaller model with the target's tokenizer: a folder or a Hub id."""
     layers: LayerIds | None = None
     """Layers of the target to keep, ascending. The draft is a copy of the target with only these layers."""
-    fresh: dict[str, Any] | None = None
+    fresh: dict[str, object] | None = None
     """Settings of a randomly initialised model of the target's family, such as hidden_size. Settings left out are the
     target's."""
     loss: Loss = "kl"

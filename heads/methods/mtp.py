@@ -29,7 +29,7 @@ Letters: D hidden, Vd draft vocabulary.
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import torch
 from pydantic import model_validator
@@ -61,13 +61,13 @@ TOKEN_SHARE = 0.5
 class MtpConfig(BlockConfig, MtpSettings):
     """Everything that the head's function and its training loss depend on."""
 
-    decoder: dict[str, Any] | None = None
+    decoder: dict[str, object] | None = None
     """Native modules: the record that their blocks are made from (`heads.parts.family_layers.block_record`)."""
     draft_vocab_size: Count
     layout: Literal["mimo", "deepseek", "qwen"] = "mimo"
     num_modules: Count = 1
     depth: Depth = 3
-    rope_scaling: dict[str, Any] | None = None
+    rope_scaling: dict[str, object] | None = None
     """Scaling of rotary positions, the target's, since engines read them from its config. Native modules have their
     decoder's."""
 
@@ -182,7 +182,7 @@ class Mtp(Recycling):
         return head
 
     @classmethod
-    def from_checkpoint(cls, config: dict[str, Any], weights: dict[str, Tensor]) -> "Mtp":
+    def from_checkpoint(cls, config: dict[str, object], weights: dict[str, Tensor]) -> "Mtp":
         head_config = MtpConfig.from_plain(config, SAVED)
         head = cls(head_config, read_vocab(weights, head_config.draft_vocab_size, head_config.vocab_size))
         tables = vocab_tables(head.draft_to_target, head_config.vocab_size)

@@ -24,7 +24,7 @@ longest match emit more tokens than those after the latest (3% over all rounds);
 @dataclass
 class LookupFirstState:
     lookup: LookupState
-    head: Any
+    head: object
     running: Tensor  # (B,) bool: rows with a text that is not done
     unread: bool = True
     """False if the head drafted every row of the round that is being verified."""

@@ -29,7 +29,15 @@ NOT_OF_A_LAYER = (
 
 
 def _attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, *, scaling: float, attend: Attend, **_: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: object,
+    *,
+    scaling: float,
+    attend: Attend,
+    **_: object,
 ) -> tuple[Tensor, None]:
     # `attend` divides scores by the square root of the width. Some families use another factor.
     factor = scaling * query.shape[-1] ** 0.5
@@ -42,7 +50,7 @@ def _attention(
 AttentionInterface.register(ATTENTION, _attention)
 
 
-def block_record(config: Any, count: int) -> dict[str, Any]:
+def block_record(config: Any, count: int) -> dict[str, object]:
     """Return the settings of `count` full-attention layers of the same kind as the last layer of a Hugging Face
     `config`, in JSON types, without the target's number of layers and vocabulary."""
     record: dict[str, Any] = json.loads(json.dumps(config.to_dict()))

@@ -34,7 +34,7 @@ def block_settings(
     num_heads: int | None = None,
     scaling: dict[str, Any] | None = None,
     head_dim: int | None = None,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return the settings of a `BlockConfig` of the target's shape, with its scaling of rotary positions. The arguments
     override the target's. Raises UserError for an invalid scaling."""
     config = target.config

@@ -28,7 +28,7 @@ SCALINGS = {
 """Kinds of rotary positions that a head may have, with the numbers that each needs. `longrope` also has two lists."""
 
 
-def check_scaling(scaling: dict[str, Any]) -> None:
+def check_scaling(scaling: dict[str, object]) -> None:
     """Raise UserError for a scaling of a recipe that is of no kind in `SCALINGS` or lacks a number."""
     kind = scaling.get("rope_type")
     where = "head.rope_scaling"
@@ -83,7 +83,7 @@ def rotary_of(config: Any) -> Rotary:
     return rotation
 
 
-def _scaled(config: Any, scaling: dict[str, Any], rotated: int) -> LlamaRotaryEmbedding:
+def _scaled(config: Any, scaling: dict[str, object], rotated: int) -> LlamaRotaryEmbedding:
     """Return the rotary positions of a Llama whose heads are as wide as those of `config`. rotated: number of channels
     of each head that they turn."""
     for name in ("short_factor", "long_factor") if scaling["rope_type"] == "longrope" else ():

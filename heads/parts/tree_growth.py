@@ -226,7 +226,7 @@ def _static_tree(paths: tuple[tuple[int, ...], ...], device: torch.device) -> St
 
 
 @cache
-def constant(values: tuple[Any, ...], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+def constant(values: tuple[object, ...], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
     """Return numbers as a tensor on a device, copied there only once, because a CUDA graph cannot capture a copy from
     the host."""
     with torch.inference_mode(False):

@@ -14,7 +14,6 @@ key-value heads, Dh or d head width, W width of a slot, R recurrent states kept.
 """
 
 import inspect
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -114,7 +113,9 @@ class HFCacheLayer(CacheLayerMixin):
         self.shown_keys = self.keys[rows, :extent].transpose(1, 2)
         self.shown_values = self.values[rows, :extent].transpose(1, 2)
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         """Write the step's keys and values (B', H, N, Dh) to its slots. Return all visible keys and values."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -243,7 +244,7 @@ class HFCache(Cache):
                     layer.show()
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Write to a layer and return what it makes visible. The model's attention calls this."""
         return self.row_layers[layer_idx].update(key_states, value_states)

@@ -153,7 +153,9 @@ class CrossCache:
             for layer in shown
         ]
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> object:
         return self.cache.update(key_states, value_states, self.first + layer_idx)
 
 

@@ -56,7 +56,7 @@ def check_layers(model: PreTrainedModel, config: Any, name: str) -> None:
         )
 
 
-def check_window(base: nn.Module, config: Any, name: str) -> None:
+def check_window(base: nn.Module, config: object, name: str) -> None:
     """Reject a sliding window that the decoder's class ignores, with UserError. transformers' own cache would apply it
     and its masks would not, so its output would depend on where the prompt ends."""
     window = layer_setting(config, "sliding_window")
@@ -140,7 +140,7 @@ class OutputHead:
 def layer_setting(config: Any, name: str) -> Any:
     """Return a setting of a decoder's layers, or None. If layers differ, as in the head widths of Gemma-4, return the
     most frequent value. From 5.24 on, transformers raises an error when such a setting is read from the config."""
-    values: Any
+    values: object
     if getattr(config, "is_heterogeneous", False):
         values = [getattr(layer, name, None) for layer in config.per_layer_config]
     else:
@@ -162,7 +162,7 @@ def attention_widths(config: Any, hidden_size: int) -> tuple[int, int, int, int]
     return nope + config.qk_rope_head_dim, config.v_head_dim, heads, heads  # latent attention
 
 
-def longest_text(config: Any) -> int | None:
+def longest_text(config: object) -> int | None:
     """Return the maximum number of positions of a model; None if it has no limit.
 
     With LongRoPE, the limit is the original training length. Beyond it, the angles change for all rows of a batch, so
@@ -176,17 +176,17 @@ def longest_text(config: Any) -> int | None:
     return first if longest is None else min(first, longest)
 
 
-def rope_parameters(config: Any) -> dict[str, Any]:
+def rope_parameters(config: object) -> dict[str, Any]:
     """Return the settings of the target's rotary positions, those of its full attention if its layers differ."""
     parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     return parameters if "rope_theta" in parameters else parameters.get("full_attention") or {}
 
 
-def rope_theta(config: Any) -> float:
+def rope_theta(config: object) -> float:
     return float(rope_parameters(config).get("rope_theta", 10_000.0))
 
 
-def rope_scaling(config: Any) -> dict[str, Any] | None:
+def rope_scaling(config: object) -> dict[str, Any] | None:
     """Return the scaling of the target's rotary positions, without the base; None for plain ones.
 
     Plain are also: positions of images (for text); `dynamic` ones, which are scaled only beyond
@@ -199,7 +199,7 @@ def rope_scaling(config: Any) -> dict[str, Any] | None:
     return {name: value for name, value in parameters.items() if name not in others and value is not None}
 
 
-def eos_ids(*sources: Any) -> tuple[int, ...]:
+def eos_ids(*sources: object) -> tuple[int, ...]:
     """Return the tokens that end a text, of all `sources` (configs, generation configs, tokenizers; None has none)."""
     tokens: dict[int, None] = {}
     for source in sources:

@@ -129,7 +129,7 @@ class LanguageModel:
     def _aux(self, k: int, caught: dict[int, Tensor]) -> torch.utils.hooks.RemovableHandle:
         if k == self.num_layers:
 
-            def after(_: nn.Module, __: Any, output: Any) -> None:
+            def after(_: nn.Module, __: object, output: Any) -> None:
                 caught[k] = output[0] if isinstance(output, tuple) else output
 
             return self.layers[-1].register_forward_hook(after)
@@ -144,7 +144,7 @@ class LanguageModel:
 class Opening:
     """How a target was opened, and what its files say beside the model."""
 
-    checkpoint_config: Any = None
+    checkpoint_config: object = None
     """Config of the whole checkpoint; None: the model's. In a multimodal checkpoint, the language model is only a
     part."""
     trust_remote_code: bool = False
@@ -162,7 +162,7 @@ class Opening:
     eos_token_ids: tuple[int, ...] | None = None
     """Tokens that end a text (`target_files.load_end_ids`). None: those of the generation config, which chat models
     extend, else the config's."""
-    template: Mapping[str, Any] = field(default_factory=dict)
+    template: Mapping[str, object] = field(default_factory=dict)
     """Arguments of its chat template, such as `enable_thinking`."""
 
 

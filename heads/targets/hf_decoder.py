@@ -5,7 +5,6 @@ Where the kernel can run, layers call it through transformers' `AttentionInterfa
 """
 
 import sys
-from typing import Any
 
 from torch import Tensor
 
@@ -64,5 +63,5 @@ class HFDecoder(CachedDecoder):
         )
 
 
-def positions_of(config: Any) -> int:
+def positions_of(config: object) -> int:
     return longest_text(config) or sys.maxsize

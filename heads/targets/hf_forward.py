@@ -36,7 +36,7 @@ FLEX, TILES, TREE = "draftsmith_flex", "draftsmith_tiles", "draftsmith_tree"
 
 def decode(
     base: nn.Module,
-    config: Any,
+    config: object,
     dtype: torch.dtype,
     tokens: Tensor,
     *,
@@ -65,7 +65,7 @@ def _run(base: nn.Module, tokens: Tensor, masks: object, positions: Tensor, cach
 
 
 def decode_tree(
-    base: nn.Module, config: Any, tokens: Tensor, *, positions: Tensor, visible_slots: VisibleSlots, cache: Cache
+    base: nn.Module, config: object, tokens: Tensor, *, positions: Tensor, visible_slots: VisibleSlots, cache: Cache
 ) -> Tensor:
     """Return what `decode` returns, with the kernel's attention: each token sees its `visible_slots`."""
 
@@ -140,7 +140,7 @@ def by_tree(
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    **_: Any,
+    **_: object,
 ) -> tuple[Tensor, None]:
     """Attention function for transformers' interface, by the kernel: query (B, H, N, d), key and value
     (B, Hkv, S, d), views of the cache -> (B, N, H, d)."""
@@ -152,12 +152,12 @@ def by_tree(
 
 def by_flex(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: BlockMask, **settings: Any
-) -> tuple[Tensor, Any]:
+) -> tuple[Tensor, object]:
     """Run transformers' FlexAttention in one dtype, since some families rotate in float32 under autocast."""
     query = query.to(value.dtype)
     key = key.to(value.dtype)
     with many_shapes():
-        out: tuple[Tensor, Any] = flex_attention_forward(module, query, key, value, attention_mask, **settings)
+        out: tuple[Tensor, object] = flex_attention_forward(module, query, key, value, attention_mask, **settings)
     return out
 
 
@@ -170,7 +170,7 @@ def by_tiles(
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    **_: Any,
+    **_: object,
 ) -> tuple[Tensor, None]:
     """Attention function for transformers' interface, one tile of queries at a time. Each tile attends to the keys from
     the first to the last tile that any of its rows sees. query (B, H, T, d), key and value (B, Hkv, T, d) -> (B, T, H,

@@ -65,7 +65,7 @@ def name_of(path: str) -> str:
     return path if "/" not in path or is_hub_id(path) else path.partition("?")[0].rstrip("/").rpartition("/")[2]
 
 
-def with_names(value: Any) -> Any:
+def with_names(value: object) -> Any:
     """Return a JSON value with its paths replaced with names (`name_of`), also in comma-separated lists."""
     match value:
         case dict():
@@ -156,7 +156,7 @@ def tensor_files(path: str, names: Iterable[str] = ("model.safetensors",)) -> di
 def read_tensors(files: Mapping[str, Path], names: Iterable[str]) -> dict[str, Any]:
     from safetensors import safe_open
 
-    out: dict[str, Any] = {}
+    out: dict[str, object] = {}
     for file in sorted({files[name] for name in names}):
         with safe_open(file, framework="pt") as opened:
             out |= {name: opened.get_tensor(name) for name in names if files[name] == file}

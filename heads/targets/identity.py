@@ -63,7 +63,7 @@ def forward_settings(config: Any) -> dict[str, object]:
     }
 
 
-def plain(config: Mapping[str, Any]) -> dict[str, Any]:
+def plain(config: Mapping[str, object]) -> dict[str, object]:
     """Return the settings of a config as JSON has them, without those that other settings overrule."""
     settings: dict[str, Any] = json.loads(json.dumps(config, default=str), parse_float=number)
     kinds = settings.get("layer_types")
@@ -85,7 +85,7 @@ def number(text: str) -> int | float:
     return int(value) if value.is_integer() else value
 
 
-def plain_rotation(settings: Mapping[str, Any]) -> dict[str, object]:
+def plain_rotation(settings: Mapping[str, object]) -> dict[str, object]:
     if settings.get("rope_type", "default") == "default":
         settings = {name: settings[name] for name in ("rope_theta", "partial_rotary_factor") if name in settings}
     ignored = DEFAULTS_OF_ROTATION | INERT_OF_ROTATION
@@ -93,7 +93,7 @@ def plain_rotation(settings: Mapping[str, Any]) -> dict[str, object]:
     return {name: value for name, value in kept.items() if value is not None}
 
 
-def leaves(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(settings: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
     for name, value in settings.items():
         if isinstance(value, Mapping):
             yield from leaves(value, f"{prefix}{name}.")

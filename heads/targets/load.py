@@ -90,7 +90,7 @@ def open_target(
     what = "no causal language model with safetensors weights can be loaded"
     stored = config.get_text_config().dtype
     widens = place is not None and dtype is not None and stored is not None and stored.itemsize < dtype.itemsize
-    how: dict[str, Any] = {"dtype": "auto" if widens else dtype or "auto"}
+    how: dict[str, object] = {"dtype": "auto" if widens else dtype or "auto"}
     how |= {"use_safetensors": True, "output_loading_info": True, "trust_remote_code": trust_remote_code}
     how["ignore_mismatched_sizes"] = True  # they are rejected below, where both shapes are known
     if gguf_file is not None:

@@ -66,12 +66,12 @@ def many_shapes() -> Any:
 @cache
 def compiled_flex_attention() -> Callable[..., object]:
     """Return FlexAttention, compiled separately for each shape."""
-    compiled: Callable[..., Any] = many_shapes()(torch.compile(flex_attention, dynamic=False))
+    compiled: Callable[..., object] = many_shapes()(torch.compile(flex_attention, dynamic=False))
     return compiled
 
 
 def attention_masks(
-    config: Any, dtype: torch.dtype, visible: Tensor, positions: Tensor, key_positions: Tensor
+    config: object, dtype: torch.dtype, visible: Tensor, positions: Tensor, key_positions: Tensor
 ) -> Tensor | dict[str, object]:
     """Return the mask in the form that the family's decoder passes to its layers unchanged. Arguments as in
     `FrozenTarget.features`."""
@@ -81,11 +81,11 @@ def attention_masks(
             return additive(visible, dtype)
         return additive(visible & (positions[:, :, None] - key_positions[:, None, :] < window), dtype)
 
-    masks: Tensor | dict[str, Any] = masks_by_kind(config, mask)
+    masks: Tensor | dict[str, object] = masks_by_kind(config, mask)
     return masks
 
 
-def masks_by_kind(config: Any, mask: Callable[[int | None], Any]) -> Any:
+def masks_by_kind(config: object, mask: Callable[[int | None], object]) -> Any:
     """Return the mask argument of a family's decoder. `mask` makes the mask of a sliding window, or of None.
 
     Decoders take one mask for all layers, or a dict if they have several kinds of layers. `layer_types` lists the

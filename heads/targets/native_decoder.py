@@ -163,7 +163,7 @@ class Attention:
 Activation = Callable[[Tensor], Tensor]
 
 
-def activation(module: Any) -> Activation:
+def activation(module: object) -> Activation:
     """Return the module's activation; torch's fused one for SiLU, which is the default."""
     function = getattr(module, "act_fn", silu)
     return silu if isinstance(function, (nn.SiLU, type(ACT2FN["silu"]))) else function
@@ -309,7 +309,7 @@ def _read_stack(model: LanguageModel, *, draft: bool) -> Stack:
     config = model.config
     kinds = getattr(config, "layer_types", None) or [SLIDING] * model.num_layers
 
-    def feedforward(mlp: Any) -> GatedMLP | Experts:
+    def feedforward(mlp: object) -> GatedMLP | Experts:
         if not hasattr(mlp, "experts"):
             return GatedMLP(mlp, draft=draft)
         return Experts(mlp, config, renormalise=type(base).__name__ == "MixtralModel" or config.norm_topk_prob)

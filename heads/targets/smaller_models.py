@@ -111,7 +111,7 @@ def cut_layers(config: Any, layers: Sequence[int], target: FrozenTarget) -> None
         config.num_decoder_layers = len(layers)  # the encoder stays whole
 
 
-def fresh_model(target: FrozenTarget, changes: dict[str, Any]) -> PreTrainedModel:
+def fresh_model(target: FrozenTarget, changes: dict[str, object]) -> PreTrainedModel:
     """Return a randomly initialised model of the target's family, with the target's config and `changes`."""
     config = _own_config(target)
     settings = config.to_dict()
@@ -145,7 +145,7 @@ def fit_vocabulary(model: PreTrainedModel, vocab_size: int) -> int:
     are set to the mean of the model's own rows, because engines read them.
     """
     untyped: Any = model
-    embeddings: tuple[Any, Any] = untyped.get_input_embeddings(), untyped.get_output_embeddings()
+    embeddings: tuple[object, Any] = untyped.get_input_embeddings(), untyped.get_output_embeddings()
     if getattr(embeddings[1], "bias", None) is not None:
         raise UserError(
             f"head: the output head of a {model.config.model_type} has a bias, which no draft here can have; "
@@ -166,8 +166,8 @@ def empty_model(record: dict[str, Any]) -> PreTrainedModel:
     return _from_config(AutoConfig.for_model(record["model_type"], **kwargs))
 
 
-def model_record(model: PreTrainedModel) -> dict[str, Any]:
-    record: dict[str, Any] = {**model.config.to_dict(), "architectures": [type(model).__name__]}
+def model_record(model: PreTrainedModel) -> dict[str, object]:
+    record: dict[str, object] = {**model.config.to_dict(), "architectures": [type(model).__name__]}
     for name in ("dtype", "_name_or_path"):
         record.pop(name, None)
     return record
@@ -193,6 +193,6 @@ def _own_config(target: FrozenTarget) -> Any:
     return copy.deepcopy(target.config)
 
 
-def _from_config(config: Any) -> PreTrainedModel:
+def _from_config(config: object) -> PreTrainedModel:
     model: PreTrainedModel = auto_class(config).from_config(config, dtype=torch.float32)
     return model

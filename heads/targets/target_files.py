@@ -83,7 +83,7 @@ def load_tokenizer(
     says so if transformers doubts it. UserError if it cannot be loaded."""
     # With a GGUF file named, transformers 5.24 reads a tokenizer.json without the end token and template beside it.
     from_gguf = gguf_file is not None and not holds(path, "tokenizer.json")
-    how: dict[str, Any] = {"gguf_file": gguf_file} if from_gguf else {}
+    how: dict[str, object] = {"gguf_file": gguf_file} if from_gguf else {}
     try:
         if adapter is not None and has_file(adapter, TOKENIZER_CONFIG):
             warn_once(f"{adapter}: brings a tokenizer and its chat template, which replace those of {path}")
@@ -132,7 +132,7 @@ def holds(path: str, name: str) -> bool:
 def take_processor_template(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
     """Give a tokenizer the chat template of the processor of the model at `path`, which transformers' tokenizers do not
     read. A template of its own stays that of prompts with tools, as in vLLM."""
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for name in ("processor_config.json", "preprocessor_config.json", "chat_template.json"):
         try:
             if (file := find_file(path, name)) is not None:

@@ -47,7 +47,7 @@ class Source:
     tree: Any
     file: str
     overrides: dict[str, str]
-    bases: dict[str, Any] = field(default_factory=dict)
+    bases: dict[str, object] = field(default_factory=dict)
     """Settings by file: those of `file`, then those of each file that the one before it extends."""
 
     def line(self, key: Key, what: str) -> str:
@@ -79,7 +79,7 @@ def read_settings(path: Path, overrides: Sequence[str] = ()) -> Source:
     A file may have the key `extends`, the path of another file from its own folder: its settings are merged over those
     of the other file. A list replaces a list.
     """
-    configs: dict[str, Any] = {}
+    configs: dict[str, object] = {}
     file: str | None = str(path)
     while file is not None:
         configs[file] = config = _read_file(file)
@@ -103,7 +103,7 @@ def read_settings(path: Path, overrides: Sequence[str] = ()) -> Source:
 def _read_file(file: str) -> Any:
     text = read_given(Path(file), "a recipe in YAML")
     try:
-        config: Any = OmegaConf.load(StringIO(text))
+        config: object = OmegaConf.load(StringIO(text))
         if not OmegaConf.is_dict(config):
             raise ValueError("expected settings, each as `name: value`, got a list")
     except UNREADABLE as error:
@@ -141,7 +141,7 @@ UNREADABLE = (YAMLError, OmegaConfBaseException, OSError, ValueError, RecursionE
 """Exceptions of OmegaConf for text that holds no settings."""
 
 
-def _plain(config: Any) -> Any:
+def _plain(config: object) -> Any:
     return OmegaConf.to_container(config, resolve=False)
 
 
@@ -158,7 +158,7 @@ def check(source: Source, model: type[M]) -> tuple[M | None, list[str]]:
         errors = [dict(error) for error in failure.errors(include_url=False)]
     if any([_drop_null(source.tree, _visible(source.tree, error)) for error in errors]):
         return check(source, model)
-    alike: dict[Key, list[dict[str, Any]]] = {}  # a value that fits no type of a union is one error for each type
+    alike: dict[Key, list[dict[str, object]]] = {}  # a value that fits no type of a union is one error for each type
     for error in errors:
         alike.setdefault(_visible(source.tree, error), []).append(error)
     return None, [_describe(source, model, key, each) for key, each in alike.items()]
@@ -237,7 +237,7 @@ def _models_in(annotation: object) -> Iterator[type[BaseModel]]:
             yield from _models_in(argument)
 
 
-def _visible(tree: Any, error: dict[str, Any]) -> Key:
+def _visible(tree: object, error: dict[str, Any]) -> Key:
     """Return the location of a pydantic error without the tags and types of unions, which are not keys in the file."""
     key: list[str | int] = []
     for n, part in enumerate(error["loc"]):

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, aclosing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -124,7 +123,7 @@ class AnsweringServer:
         sampling = sampling_parameters(request.sampling, self.target.eos_token_ids)
         if path == GENERATE:
             sampling |= {"max_new_tokens": length, "sampling_seed": seed}
-            body: dict[str, Any] = {"input_ids": prompt, "sampling_params": sampling}
+            body: dict[str, object] = {"input_ids": prompt, "sampling_params": sampling}
         else:
             body = {"model": self.model, "prompt": prompt, "max_tokens": length, "seed": seed, **sampling}
             body["return_token_ids"] = True

@@ -169,10 +169,10 @@ class TargetAnswers:
     reader: Reader
 
     @cached_property
-    def made_of(self) -> dict[str, Any]:
+    def made_of(self) -> dict[str, object]:
         """Everything on which the answers depend, besides the target, as plain values."""
         settings, target = self.settings, self.target
-        key: dict[str, Any] = {"dtype": str(target.dtype)}
+        key: dict[str, object] = {"dtype": str(target.dtype)}
         key |= {"new_tokens": settings.new_tokens, "temperature": settings.temperature}
         key["ends"] = sorted(target.eos_token_ids)  # of files that a user may edit
         if settings.temperature > 0:

@@ -182,7 +182,7 @@ def cache_errors(folder: Path) -> Iterator[None]:
         raise UserError(f"{folder}: cannot be written to ({error.strerror}); {remedy}") from error
 
 
-def fingerprint(key: dict[str, Any]) -> str:
+def fingerprint(key: dict[str, object]) -> str:
     """Return the fingerprint of data that depend on `key`, a dict of plain values, and on the code."""
     return hashlib.sha256(json.dumps([VERSION, key], sort_keys=True).encode()).hexdigest()[:32]
 
@@ -209,7 +209,7 @@ def load_documents(
     import datasets
     from datasets.exceptions import DatasetGenerationError
 
-    def rows(shares: Sequence[range] | None = None) -> Iterator[dict[str, Any]]:
+    def rows(shares: Sequence[range] | None = None) -> Iterator[dict[str, object]]:
         for documents in records() if shares is None else chain.from_iterable(map(records, shares)):
             yield from record_rows(documents)
 

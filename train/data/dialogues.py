@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from eval.data.conversation_forms import ARGUMENTS, NO_CONVERSATION, REASONING, Chat, read_chat
 from eval.data.data_files import Message, Record, RecordError
@@ -49,7 +49,7 @@ class Dialogue:
         self.cut = f"a prompt of more than {max_tokens} tokens"
         return None
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> dict[str, object]:
         """Return the answered dialogue as a record that a source of kind text or chat reads."""
         prompt, answer = self.exchanges[-1]
         return {"text": self.template.tokenizer.decode([*prompt, *answer], clean_up_tokenization_spaces=False)}
@@ -141,7 +141,7 @@ class ChatDialogue(Dialogue):
             self.cut = f"a turn {error.reason}"
             return None
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> dict[str, object]:
         answered = self.turns[: len(self.exchanges)]
         recorded = {n for n, message in enumerate(self.messages) if message["role"] == "assistant"}.difference(answered)
         messages = [

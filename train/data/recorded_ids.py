@@ -12,7 +12,7 @@ limit. The forms, by their columns:
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,7 +40,7 @@ UNREADABLE = "unreadable token ids"
 """Reason of a record whose ids, or masks, are no lists of whole numbers that fit each other."""
 
 
-def form_of(fields: Mapping[str, Any]) -> tuple[str, ...]:
+def form_of(fields: Mapping[str, object]) -> tuple[str, ...]:
     """Return the columns from which a record's documents are made, or none for a record without token ids."""
     if fields.get(EXCHANGES):
         return (EXCHANGES,)
@@ -110,7 +110,7 @@ def _exchanges(place: str, exchanges: object, num_tokens: int) -> Iterator[tuple
         yield _ids(f"{here}[0]", pair[0], num_tokens), _ids(f"{here}[1]", pair[1], num_tokens)
 
 
-def _ids(place: str, value: Any, num_tokens: int) -> list[int]:
+def _ids(place: str, value: object, num_tokens: int) -> list[int]:
     ids = _integers(place, value)
     if (odd := next((token for token in ids if not 0 <= token < num_tokens), None)) is not None:
         what = f"{place}: expected ids from 0 to {num_tokens - 1}, the target's tokens, got {odd}"
@@ -118,13 +118,13 @@ def _ids(place: str, value: Any, num_tokens: int) -> list[int]:
     return ids
 
 
-def _integers(place: str, value: Any) -> list[int]:
+def _integers(place: str, value: object) -> list[int]:
     if not isinstance(value, list) or not all(type(item) in (int, bool) for item in value):
         raise _unreadable(place, "a list of whole numbers", value)
     return value
 
 
-def _masked(place: str, fields: Mapping[str, Any], masks: Sequence[str], num_tokens: int) -> Document:
+def _masked(place: str, fields: Mapping[str, object], masks: Sequence[str], num_tokens: int) -> Document:
     """Return the document of one row of ids. A token is a label if all masks say so."""
     ids = np.array(_integers(f"{place}: {WHOLE}", fields[WHOLE]), dtype=np.int64)
     labels = np.ones(len(ids), dtype=np.bool_)
@@ -158,5 +158,5 @@ def _last_answer(document: Document) -> Document:
     return Document.of(document.ids[:end].tolist(), np.arange(end) >= start)
 
 
-def _unreadable(place: str, expected: str, got: Any) -> RecordError:
+def _unreadable(place: str, expected: str, got: object) -> RecordError:
     return RecordError(f"{place}: expected {expected}, got {shown(got)}", UNREADABLE)

@@ -56,7 +56,7 @@ class Texts(ABC):
             unread = (key for key, value in fields.items() if key != "text" and value and isinstance(value, str))
             yield [*before, replace(last, form="text", unread="\n".join(unread))]
 
-    def key(self, rendering: ChatTemplate) -> dict[str, Any]:
+    def key(self, rendering: ChatTemplate) -> dict[str, object]:
         """Return the plain values on which the documents depend, apart from the records and the tokenizer."""
         return {"kind": self.kind, **rendering.key()}
 
@@ -124,7 +124,7 @@ class PythonSource(Settings, Texts):
     def unread(self) -> list[str]:
         return []
 
-    def content(self) -> dict[str, Any]:
+    def content(self) -> dict[str, object]:
         content = hashlib.sha256()
         for record in self.records():
             content.update(hashlib.sha256(read_text(record).encode()).digest())
@@ -156,7 +156,7 @@ class RecordSource(Settings):
     def records(self) -> Iterator[Record]:
         return read_records(self.path, subset=self.subset, split=self.split, limit=self.limit)
 
-    def content(self) -> dict[str, Any]:
+    def content(self) -> dict[str, object]:
         return {"content": content_hash(self.path, subset=self.subset, split=self.split), "limit": self.limit}
 
     def unread(self) -> list[str]:
@@ -199,7 +199,7 @@ class ChatSource(RecordSource):
     def holds_out(self, record: Record) -> bool:
         return self._held_out_turns != set() and first_turns(record) in self._held_out_turns
 
-    def content(self) -> dict[str, Any]:
+    def content(self) -> dict[str, object]:
         held_out = {} if self.held_out is None else {"held_out": content_hash(self.held_out)}
         return super().content() | held_out
 
@@ -212,7 +212,7 @@ class ChatSource(RecordSource):
         template.check(self.path)
         return template
 
-    def key(self, rendering: ChatTemplate) -> dict[str, Any]:
+    def key(self, rendering: ChatTemplate) -> dict[str, object]:
         return {"kind": self.kind, "answers": self.answers, **self.template(rendering).key()}
 
     def documents(self, rendering: ChatTemplate, records: Sequence[Record]) -> Iterator[list[Document]]:

@@ -136,7 +136,7 @@ class HiddenStatesServer:
             )
         return states
 
-    async def _complete(self, tokens: list[int], **more: Any) -> Any:
+    async def _complete(self, tokens: list[int], **more: object) -> Any:
         async with self.client.checking:
             if not self.model:
                 models = await self.client.models()

@@ -120,7 +120,7 @@ def begin(options: argparse.Namespace, kind: str) -> Source:
             f"target.path={options.model} 'data.sources=[{{kind: chat, path: {options.data}}}]'"
         )
     model, data = (plain_name(short_name(path)) for path in (options.model, options.data))
-    tree: dict[str, Any] = {
+    tree: dict[str, object] = {
         "output_dir": f"runs/{kind}-{model}-{re.sub(DATA_ENDING, '', data)}",
         "target": {"path": options.model},
         "head": {"kind": kind},
@@ -136,7 +136,7 @@ def begin(options: argparse.Namespace, kind: str) -> Source:
     return source
 
 
-def fill(tree: dict[str, Any], key: str, /, **values: Any) -> None:
+def fill(tree: dict[str, object], key: str, /, **values: object) -> None:
     """Give the section with a dotted key those settings that it does not have yet, unless it is null."""
     section: Any = tree
     for part in key.split("."):
@@ -316,13 +316,13 @@ def fill_measurements(tree: dict[str, Any], depth: int, prompt_tokens: int, num_
     fill(tree, "eval.report", batch_size=list(size.batch_sizes), repeats=size.repeats)
 
 
-def head_settings(head: Any, layers: int, vocabulary: int, context: int) -> dict[str, Any]:
+def head_settings(head: Any, layers: int, vocabulary: int, context: int) -> dict[str, object]:
     """Return the settings of a head that are not the defaults of its kind, for a target of so many layers and tokens
     and for rows of `context` tokens."""
     if isinstance(head, DraftBlockSettings):
         return {"num_layers": min(5, max(1, layers // 6)), "num_anchors": min(512, context // 2)}
     draft_layers = min(max(3, layers // 8), max(1, layers // 2))  # spread over the target's
-    by_kind: dict[str, dict[str, Any]] = {
+    by_kind: dict[str, dict[str, object]] = {
         "eagle3": {"depth": 5},
         "medusa": {"depth": 4, "loss": "kl", "tree_nodes": 32},
         "draft": {"layers": [n * (layers - 1) // max(1, draft_layers - 1) for n in range(draft_layers)]},
@@ -333,7 +333,7 @@ def head_settings(head: Any, layers: int, vocabulary: int, context: int) -> dict
     return settings
 
 
-def served_form(head: Any, config: Any) -> dict[str, Any]:
+def served_form(head: Any, config: Any) -> dict[str, object]:
     """Return the engines that a head is for, by default all that serve EAGLE-3 heads of the target, and the settings
     that these read. Print the choice in one line."""
     from heads.formats.eagle3 import READERS as EAGLE3_READERS

@@ -29,7 +29,7 @@ class HeadSection(Settings):
     gives the head `fc_norm` and `norm_output` only if all of them read these. Null: any."""
 
 
-SECTIONS: dict[str, Any] = {
+SECTIONS: dict[str, object] = {
     kind: create_model(
         method.settings.__name__,
         __base__=(method.settings, HeadSection),
@@ -59,7 +59,7 @@ def make_head(section: Any, target: "FrozenTarget", token_counts: "Tensor") -> A
     return head
 
 
-def resolved_head(section: Any, config: Settings) -> Any:
+def resolved_head(section: Any, config: Settings) -> object:
     """Return a recipe's section with the values that the config of its head has in place of nulls."""
     values = config.model_dump(mode="json", include=type(section).model_fields.keys() - NOT_METHOD)
     return type(section).from_plain(section.model_dump(mode="json", include=NOT_METHOD) | values)

@@ -48,7 +48,7 @@ MIN_POINT = 10
 """Before this step tau is measured only at the end of a run."""
 
 
-def check_length(length: Any) -> object:
+def check_length(length: object) -> object:
     """Check the length of a run: a number of steps, or of epochs with that word."""
     if isinstance(length, str):
         epochs = re.fullmatch(r"(\d+(?:\.\d+)?) ?epochs?", length)
@@ -60,7 +60,7 @@ def check_length(length: Any) -> object:
     return length
 
 
-def as_tuple(value: Any) -> object:
+def as_tuple(value: object) -> object:
     if isinstance(value, list | tuple) and not value:
         raise ValueError("expected a value, or a list of several")
     return tuple(value) if isinstance(value, list | tuple) else (value,)
@@ -292,7 +292,7 @@ def in_its_folder(source: Source, path: Path) -> Source:
         return source
     old = str(read_settings(path).tree.get("output_dir"))
 
-    def move(value: Any) -> Any:
+    def move(value: Any) -> object:
         if isinstance(value, dict):
             return {key: move(item) for key, item in value.items()}
         if isinstance(value, list):
@@ -303,12 +303,12 @@ def in_its_folder(source: Source, path: Path) -> Source:
     return replace(source, tree=move(source.tree))
 
 
-def dump_recipe(record: dict[str, Any]) -> str:
+def dump_recipe(record: dict[str, object]) -> str:
     """Return the plain settings of a recipe as YAML. `load_recipe` reads the same settings back."""
     return yaml.safe_dump(record, sort_keys=False, allow_unicode=True)
 
 
-def plain_settings(recipe: Recipe) -> dict[str, Any]:
+def plain_settings(recipe: Recipe) -> dict[str, object]:
     """Return every setting that has an effect in this run, as nested plain values."""
     tree = recipe.model_dump(mode="json")
     for key in _useless(recipe):

@@ -95,7 +95,7 @@ def _sections(
             yield from _sections(known[part], known, start, f"{prefix}{name}{whose}")
 
 
-def _references(node: Any) -> Iterator[str]:
+def _references(node: object) -> Iterator[str]:
     if isinstance(node, dict):
         if "$ref" in node:
             yield node["$ref"].rpartition("/")[2]
@@ -120,7 +120,7 @@ def _type(node: dict[str, Any], plural: str = "") -> str:
     return f"{NAMES[node['type']]}{plural} {', '.join(bounds)}".strip()
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     if isinstance(value, dict) and value:
         return "default see below"
     return f"default {value if isinstance(value, str) else json.dumps(value)}"

@@ -181,11 +181,11 @@ class RunFolder:
         write_json(self.provenance, provenance.model_dump(exclude_unset=True))
         return provenance
 
-    def write_recipe(self, record: dict[str, Any], about: str = RESOLVED) -> None:
+    def write_recipe(self, record: dict[str, object], about: str = RESOLVED) -> None:
         write_text(self.recipe, f"# {about}\n{dump_recipe(with_absolute_paths(record))}")
 
 
-def with_absolute_paths(record: dict[str, Any]) -> dict[str, Any]:
+def with_absolute_paths(record: dict[str, Any]) -> dict[str, object]:
     """Return the plain settings of a recipe that mean the same in every working folder."""
     record = copy.deepcopy(record)
     places = [(record["data"]["sources"][n], name) for n in range(len(record["data"]["sources"])) for name in FILES]
@@ -198,7 +198,9 @@ def with_absolute_paths(record: dict[str, Any]) -> dict[str, Any]:
     return record | {"output_dir": os.path.abspath(record["output_dir"])}
 
 
-def differences(old: Any, new: Any, key: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], object, object]]:
+def differences(
+    old: object, new: object, key: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], object, object]]:
     """Yield the leaves that differ between two nested mappings, each as (key, old, new)."""
     if isinstance(old, list) and isinstance(new, list) and len(old) == len(new) and isinstance((*old, None)[0], dict):
         old, new = dict(enumerate(old)), dict(enumerate(new))  # data sources
@@ -216,5 +218,5 @@ def _is_same_place(was: Any, now: Any) -> bool:
     return texts and os.path.isabs(now) and os.path.basename(was) == os.path.basename(now)
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     return "absent" if value is None else shown(value)

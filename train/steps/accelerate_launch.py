@@ -62,7 +62,7 @@ def make_accelerator(
     # Accelerate's launcher always sets this variable under DeepSpeed, and it would override the argument below.
     os.environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None)
     group = InitProcessGroupKwargs(timeout=TIMEOUT)
-    arguments: dict[str, Any] = {
+    arguments: dict[str, object] = {
         "step_scheduler_with_optimizer": False,
         "kwargs_handlers": [group],
     }

@@ -38,7 +38,7 @@ def make_optimizer(head: nn.Module, settings: Train, products: torch.dtype = tor
             decayed.append(p)
     alike = {"lr": settings.lr, "betas": (settings.betas[0], settings.betas[1])}
     muon = {"momentum": MOMENTUM, "weight_decay": settings.weight_decay, **alike}
-    groups: list[dict[str, Any]] = [
+    groups: list[dict[str, object]] = [
         *({"params": params, "matrices": count, **muon} for count, params in inner.items()),
         {"params": decayed, "weight_decay": settings.weight_decay, **alike},
         {"params": scales, "weight_decay": 0.0, **alike},
@@ -50,7 +50,7 @@ def make_optimizer(head: nn.Module, settings: Train, products: torch.dtype = tor
 def table_ids(head: nn.Module) -> set[int]:
     """Return the ids of the parameters with a row or column for each token or position, whose updates should not be
     orthogonal: embeddings, a draft model's output head, and what modules name in `tables`."""
-    tables: list[Any] = []
+    tables: list[object] = []
     for module in head.modules():
         if isinstance(module, nn.Embedding):
             tables.append(module.weight)
@@ -86,11 +86,11 @@ class Muon(torch.optim.AdamW):
         super().__init__(params)
         self.products = products
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         torch.optim.Optimizer.__setstate__(self, state)  # AdamW's reads `step`, which a matrix has not
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
         assert closure is None
         groups = self.param_groups
         for group in groups:

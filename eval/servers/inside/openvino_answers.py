@@ -6,7 +6,6 @@ python openvino_answers.py JOB RESULT
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy
 import openvino
@@ -32,7 +31,7 @@ def main(job_file: str, result_file: str) -> None:
     answers = []
     for ids in job["prompts"]:
         done = pipeline.generate(openvino.Tensor(numpy.array([ids], dtype=numpy.int64)), config)
-        answer: dict[str, Any] = {"tokens": [int(token) for token in done.tokens[0]]}
+        answer: dict[str, object] = {"tokens": [int(token) for token in done.tokens[0]]}
         if job["head"] is not None:
             metrics = done.extended_perf_metrics
             # One pass more than rounds: the prompt's.
