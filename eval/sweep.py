@@ -67,8 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     from rich.console import Console
 
+    from eval.pages.report_tables import Table
     from eval.pages.run_report import print_table
-    from eval.pages.tables import Table
 
     try:
         sweep = Sweep.model_validate(yaml.safe_load(read_given(options.sweep, "a sweep file")))

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from eval.core.command_line import Parser
 from eval.data.prompts import suite_name
 from eval.pages import texts
-from eval.pages.tables import Table
+from eval.pages.report_tables import Table
 from eval.records.figures_schema import Measurement
 from eval.records.head_schema import Head, Point
 from eval.records.results import read_results

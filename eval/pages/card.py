@@ -9,7 +9,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from eval.pages import texts
-from eval.pages.tables import headline_table, settings_table
+from eval.pages.report_tables import headline_table, settings_table
 from eval.pages.texts import LOCAL_MODEL
 from eval.pages.verdicts import load_lines, pays, reliable_speedup, serve_label, warnings
 from eval.records.acceptance_profile import acceptance_profile, load_test

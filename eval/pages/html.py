@@ -13,7 +13,7 @@ from markupsafe import Markup, escape
 
 from eval.pages import texts
 from eval.pages.drawing import COLOURS, Chart, inline_svg
-from eval.pages.tables import (
+from eval.pages.report_tables import (
     Row,
     beside_table,
     comparison_table,

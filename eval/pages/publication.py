@@ -25,7 +25,7 @@ from eval.records.provenance import Provenance
 from eval.records.result_folders import RESULTS, folders_of, newest_results
 from eval.records.results import as_record, plain, read_log
 from eval.records.schema import Results, Target
-from eval.servers.llamacpp import Q8_0, check_gguf, convert
+from eval.servers.gguf_conversion import Q8_0, check_gguf, convert
 from heads.core.engines import ALL_ENGINES, LLAMACPP
 from heads.core.errors import UserError
 from heads.core.serve_commands import gguf_name

@@ -9,7 +9,7 @@ from rich.markup import escape
 from eval.core.progress import Progress
 from eval.pages import texts
 from eval.pages.card import CARD, PLOTS, model_card
-from eval.pages.tables import (
+from eval.pages.report_tables import (
     Table,
     comparison_table,
     headline_table,

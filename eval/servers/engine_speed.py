@@ -20,7 +20,7 @@ from eval.runtime.engine import Engine, EngineOptions, Request
 from eval.runtime.sampling_params import Sampling
 from eval.servers.engine_client import EngineServer
 from eval.servers.engine_process import need_python, running
-from eval.servers.llamacpp import convert, spec_type
+from eval.servers.gguf_conversion import convert, spec_type
 from eval.servers.openai_client import check_url
 from eval.servers.parity_engines import open_server
 from heads.core.contract import Drafter

@@ -18,7 +18,7 @@ from eval.records.measure_settings import BenchSettings
 from eval.runtime.sampling_params import Sampling
 from eval.servers.engine_client import DRAFTED, DRAFTS, SECONDS, EngineServer, chat_body
 from eval.servers.engine_process import need_python, run_inside, run_job, running
-from eval.servers.llamacpp import convert, spec_type
+from eval.servers.gguf_conversion import convert, spec_type
 from eval.servers.parity_counts import Asked, EngineAnswer, Step
 from heads.core.contract import Drafter
 from heads.core.engines import READERS

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from eval import parity
 from eval.servers.engine_process import engine_python
-from eval.servers.llamacpp import check_gguf, convert
+from eval.servers.gguf_conversion import check_gguf, convert
 from heads.registry import build_head
 from heads.saved import load_head, save_head, target_record
 from heads.targets.load import load_target

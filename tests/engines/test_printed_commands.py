@@ -24,7 +24,7 @@ from eval.pages.verdicts import serve_command
 from eval.records.results import read_results, write_record
 from eval.records.schema import Results
 from eval.servers.engine_process import INSIDE, engine_python
-from eval.servers.llamacpp import converter_of
+from eval.servers.gguf_conversion import converter_of
 from heads.registry import build_head
 from heads.saved import save_head, target_record
 from heads.targets.load import load_target

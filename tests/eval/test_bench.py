@@ -20,8 +20,8 @@ from eval.core.command_line import exit_status
 from eval.measure.bench_heads import bench_heads
 from eval.measure.compare import Variant
 from eval.pages.card import model_card
+from eval.pages.report_tables import settings_table
 from eval.pages.run_report import print_report, save_and_print, write_report
-from eval.pages.tables import settings_table
 from eval.pages.texts import audit_line, heading, setting_line, subtitle
 from eval.pages.verdicts import serve_command, verdicts, verdicts_on, warnings
 from eval.records.draft_schedule import ABOVE, draft_schedule

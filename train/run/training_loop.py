@@ -41,7 +41,7 @@ from train.run.open_run import Run, open_reader, open_source
 from train.run.tau_measurement import Evaluation
 from train.steps.accelerate_launch import wanted_mode
 from train.steps.draft_lora import add_adapters
-from train.steps.optimizer import learning_rate
+from train.steps.learning_rate import learning_rate
 from train.steps.parallel import LossModule
 from train.steps.stepper import Interval, Stepper, rows_per_step
 

@@ -23,7 +23,7 @@ from train.data.packing import Mixture
 from train.features.feature_source import FeatureSource, make_batch
 from train.recipe.recipe import Train
 from train.steps.draft_lora import merged_weights
-from train.steps.optimizer import learning_rate
+from train.steps.learning_rate import learning_rate
 from train.steps.parallel import LossModule, make_strategy
 
 SEED_STRIDE = 1_000_003

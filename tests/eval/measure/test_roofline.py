@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from eval.measure.roofline import copy_bandwidth, roofline
-from eval.pages.tables import roofline_table
+from eval.pages.report_tables import roofline_table
 from eval.runtime.engine import Engine, EngineOptions, Request
 from heads.core.errors import UserError
 from heads.core.tree import parse_shape

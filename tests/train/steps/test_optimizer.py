@@ -15,7 +15,8 @@ from tests.support.closeness import assert_close
 from tests.support.published_heads import V, dflash2, domino, dspark, eagle3, lilicorr, xpress
 from tests.support.small_targets import VOCAB, make_drafter, make_target
 from train.recipe.recipe import Train
-from train.steps.optimizer import Muon, learning_rate, make_optimizer, orthogonal
+from train.steps.learning_rate import learning_rate
+from train.steps.optimizer import Muon, make_optimizer, orthogonal
 
 
 def test_cosine_warms_up_and_falls_to_its_floor() -> None:
