@@ -101,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "repeats": options.repeats,
             "copy_bandwidth": bandwidth,
             "llama_cpp": "b11549 (xllamacpp 2026.10.11549), caches in float32, no flash attention",
-            "head_type": {"float32": "f32", "others": speed.SMALL_HEAD},
+            "head_type": {"float32": "f32", "others": speed.Q8_0},
             "time": time.strftime("%Y-%m-%d"),
             "rows": [row._asdict() for row in rows],
         }

@@ -20,7 +20,7 @@ from eval.runtime.engine import Engine, EngineOptions, Request
 from eval.runtime.sampling_params import Sampling
 from eval.servers.engine_client import EngineServer
 from eval.servers.engine_process import need_python, running
-from eval.servers.gguf_conversion import convert, spec_type
+from eval.servers.gguf_conversion import Q8_0, convert, spec_type
 from eval.servers.openai_client import check_url
 from eval.servers.parity_engines import open_server
 from heads.core.contract import Drafter
@@ -31,8 +31,6 @@ from heads.targets.frozen_target import FrozenTarget
 from heads.targets.quantization import weight_bytes
 
 FLOAT32 = "float32"
-SMALL_HEAD = "q8_0"
-"""Type of the head's file beside files of the target in fewer bits, where to read 32 bits of a head costs most."""
 WARM_UP_TOKENS = 8
 
 
@@ -128,12 +126,12 @@ def llamacpp_servers(
     length: int, runner: Runner, made: Path,
 ) -> Iterator[dict[Way, Decode]]:  # fmt: skip
     """Run llama.cpp's server for each file of the target, without and with the head, for a `with` block. `folders`: of
-    target and head. The head is in float32 beside the target in float32, and else in `SMALL_HEAD`."""
+    target and head. The head is in float32 beside the target in float32, and else in 8, as it is published."""
     python = need_python("llama.cpp")
     kind = kind_of(head)
     whole = None if kind == "draft" else folders[0]
     targets = {FLOAT32: str(made / "target.gguf"), **{Path(file).stem: str(Path(file).absolute()) for file in files}}
-    heads = {form: made / f"head-{form}.gguf" for form in ("f32", *([SMALL_HEAD] if files else []))}
+    heads = {form: made / f"head-{form}.gguf" for form in ("f32", *([Q8_0] if files else []))}
     with Progress("converting for llama.cpp", announced=True):
         convert(folders[0], Path(targets[FLOAT32]), log=made / "log")
         for form, file in heads.items():
@@ -143,7 +141,7 @@ def llamacpp_servers(
     with ExitStack() as opened:
         for name, path in targets.items():
             for depth in (0, *depths):
-                drafting = str(heads["f32" if name == FLOAT32 else SMALL_HEAD]) if depth else None
+                drafting = str(heads["f32" if name == FLOAT32 else Q8_0]) if depth else None
                 place = made / f"{name}-{depth}"
                 place.mkdir()
                 own = {**job, "target": path, "head": drafting, "depth": depth}
