@@ -67,6 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from eval.measure.open_models import choose_prompts, fitting_head, open_target_of
     from eval.records.results import write_record
     from eval.servers import engine_speed as speed
+    from eval.servers.gguf_conversion import Q8_0
     from heads.registry import kind_of
     from heads.saved import find_head
 
@@ -101,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "repeats": options.repeats,
             "copy_bandwidth": bandwidth,
             "llama_cpp": "b11549 (xllamacpp 2026.10.11549), caches in float32, no flash attention",
-            "head_type": {"float32": "f32", "others": speed.Q8_0},
+            "head_type": {"float32": "f32", "others": Q8_0},
             "time": time.strftime("%Y-%m-%d"),
             "rows": [row._asdict() for row in rows],
         }

@@ -126,7 +126,7 @@ def llamacpp_servers(
     length: int, runner: Runner, made: Path,
 ) -> Iterator[dict[Way, Decode]]:  # fmt: skip
     """Run llama.cpp's server for each file of the target, without and with the head, for a `with` block. `folders`: of
-    target and head. The head is in float32 beside the target in float32, and else in 8, as it is published."""
+    target and head. The head is in float32 beside the target in float32, and else in 8 bits, as it is published."""
     python = need_python("llama.cpp")
     kind = kind_of(head)
     whole = None if kind == "draft" else folders[0]

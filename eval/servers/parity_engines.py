@@ -163,7 +163,7 @@ async def plain_steps(server: EngineServer, ids: Sequence[int], text: Sequence[i
         end = text[n] if text[n] in ends else ends[0]
         found = reply.get("completion_probabilities") or [{"top_logprobs": []}]
         likeliest = {token["id"]: token["logprob"] for token in found[0]["top_logprobs"]}
-        steps.append(Step(reply["tokens"][0] if reply["tokens"] else end, likeliest))
+        steps.append(Step(reply["tokens"][0] if reply.get("tokens") else end, likeliest))
     return steps
 
 
