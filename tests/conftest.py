@@ -4,8 +4,11 @@ import fcntl
 import logging
 import os
 import re
+import signal
 import sys
 
+# Jobs in a shell's background ignore it, and tests and the programs that they start are interrupted by it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # Set before torch is imported: with more threads than free cores, OpenMP's barriers make small models much slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -216,8 +216,7 @@ def test_errors_are_one_line(
 def test_no_server_outlives_the_process_that_started_it(end: signal.Signals, tmp_path: Path) -> None:
     (tmp_path / "server.py").write_text("import sys\nprint('http://here', flush=True)\nsys.stdin.read()\n")
     (tmp_path / "starter.py").write_text(
-        "import signal, sys, time\nfrom pathlib import Path\nfrom eval.servers.engine_process import running\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background job ignores it
+        "import sys, time\nfrom pathlib import Path\nfrom eval.servers.engine_process import running\n"
         "here = Path(sys.argv[1])\n"
         "with running(Path(sys.executable), str(here / 'server.py'), {}, what='it', folder=here) as url:\n"
         "    print(url, flush=True)\n    time.sleep(60)\n"
