@@ -25,6 +25,7 @@ from torch import Tensor
 
 from heads.core.errors import UserError, first_line
 from heads.core.files import file_hash, is_full_disk, whole_folder, write_json
+from heads.saved import read_config
 from train.core.processes import on_main
 from train.steps.parallel import Replicated
 from train.steps.stepper import Sums
@@ -136,6 +137,19 @@ def _read_on_main(accelerator: Accelerator, folder: Path, name: str) -> dict[str
 
 def _unfit(folder: Path, error: Exception) -> UserError:
     return UserError(f"{folder}: cannot be resumed from ({first_line(error)}); {OR_ELSE}")
+
+
+def left_behind(run: Path) -> str | None:
+    """Return a line if the head of a run, which is its best measured one, is older than its newest checkpoint."""
+    steps = [int(path.name[5:]) for path in (run / "checkpoints").glob("step-*") if path.name[5:].isdigit()]
+    if not steps or not (run / "head").is_dir():
+        return None
+    step = read_config(run / "head").get("provenance", {}).get("step")
+    if step is None or step >= max(steps):
+        return None
+    return (
+        f"head.init_from: {run}: its head is that of step {step:,}, its newest checkpoint that of step {max(steps):,}"
+    )
 
 
 def newest_checkpoint(folder: Path, say: Say) -> tuple[Path, RunState] | None:

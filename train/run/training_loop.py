@@ -31,6 +31,7 @@ from train.recipe.recipe import MAX_EPOCHS, Recipe, Train, plain_settings, with_
 from train.run.checkpoints import (
     RunState,
     check_continues,
+    left_behind,
     load_checkpoint,
     newest_checkpoint,
     save_checkpoint,
@@ -114,6 +115,8 @@ def fit(recipe: Recipe, run: Run) -> Outcome:
     if (vocabulary := cast(DraftHead, head).vocabulary) is not None and len(vocabulary) < len(counts):
         share = float(counts[vocabulary.cpu()].sum() / counts.sum().clamp(min=1))
         tracker.say(f"{len(vocabulary):,} of {len(counts):,} tokens can be drafted, {share:.1%} of the labels")
+    if section.init_from is not None and (line := left_behind(Path(section.init_from))) is not None:
+        tracker.say(line)
     if started := cast(DraftHead, head).started:
         tracker.say(f"head.init_from: {started}")
     measured = copy.deepcopy(head).to(target.dtype).eval()

@@ -22,7 +22,7 @@ def small(settings: Settings, tmp_path: Path) -> Settings:
     return settings
 
 
-def test_a_run_from_a_published_head_and_one_from_that_run(small: Settings) -> None:
+def test_a_run_from_a_published_head_and_one_from_that_run(small: Settings, capsys: pytest.CaptureFixture[str]) -> None:
     folder = train_in(small)
     recipe = load_recipe(folder / "recipe.yaml")
     assert recipe.head.init_from == small["head"]["init_from"]
@@ -35,7 +35,13 @@ def test_a_run_from_a_published_head_and_one_from_that_run(small: Settings) -> N
         head.draft_to_target, start.draft_to_target
     )
     train(folder / "recipe.yaml", f"output_dir={folder.parent / 'again'}")
-    train(write_recipe(small), f"output_dir={folder.parent / 'from-run'}", f"head.init_from={folder}")
+    from_run = f"output_dir={folder.parent / 'from-run'}", f"head.init_from={folder}"
+    train(write_recipe(small), *from_run)
+    assert "newest checkpoint" not in capsys.readouterr().err
+    (folder / "checkpoints/step-2").rename(folder / "checkpoints/step-7")
+    train(write_recipe(small), f"output_dir={folder.parent / 'from-best'}", from_run[1])
+    said = f"head.init_from: {folder}: its head is of step 2, its newest checkpoint of step 7"
+    assert said in capsys.readouterr().err
 
 
 def test_a_run_from_a_head_of_another_kind_says_what_it_took(
