@@ -147,9 +147,7 @@ def left_behind(run: Path) -> str | None:
     step = read_config(run / "head").get("provenance", {}).get("step")
     if step is None or step >= max(steps):
         return None
-    return (
-        f"head.init_from: {run}: its head is that of step {step:,}, its newest checkpoint that of step {max(steps):,}"
-    )
+    return f"head.init_from: {run}: its head is of step {step:,}, its newest checkpoint of step {max(steps):,}"
 
 
 def newest_checkpoint(folder: Path, say: Say) -> tuple[Path, RunState] | None:
