@@ -208,6 +208,16 @@ def printed_table(pattern: str) -> str:
     return markdown(["draft", "engine", "printed command", "tau here", "tau there", "equal texts"], rows)
 
 
+def parity_table(pattern: str) -> str:
+    """Return what each kind of head did in each engine that ran it whole, and here."""
+    (path,) = RESULTS.glob(pattern)
+    rows = []
+    for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
+        equal = f"{row['texts_equal']} of {row['texts']}"
+        rows.append([row["draft"], row["engine"], equal, row["here"], row["there"]])
+    return markdown(["head", "engine", "equal texts", "counts here", "counts there"], rows)
+
+
 def speed_table(pattern: str) -> str:
     """Return the speeds of engines beside this runtime's, and how many drafted texts are those of plain decoding."""
     (path,) = RESULTS.glob(pattern)
@@ -277,6 +287,7 @@ FORMS: dict[str, Callable[[str], str]] = {
     "costs": cost_table,
     "engine": engine_table,
     "printed": printed_table,
+    "parity": parity_table,
     "speed": speed_table,
     "trainers": trainer_table,
     "curve": curve_picture,

@@ -19,6 +19,7 @@ from heads.registry import build_head
 from heads.saved import load_head, save_head, target_record
 from heads.targets.load import load_target
 from scripts import publish
+from tests.engines.engine_record import VARIABLE, add_row
 from tests.support.chats import talk, write_chats
 from tests.support.refusals import refused
 
@@ -41,7 +42,9 @@ def heads(once: Callable[[str, Callable[[Path], None]], Path]) -> Path:
     def make(folder: Path) -> None:
         target = load_target(str(TARGET), dtype=torch.float32)
         for name, settings in HEADS.items():
-            head = build_head(name.partition(",")[0], settings, target, torch.ones(target.vocab_size))
+            with torch.random.fork_rng():
+                torch.manual_seed(0)
+                head = build_head(name.partition(",")[0], settings, target, torch.ones(target.vocab_size))
             save_head(head, folder / name, target=target_record(target), dtype=torch.float32)
 
     return once("engine-heads", make)
@@ -73,6 +76,19 @@ def test_a_whole_engine_writes_our_texts_and_accepts_our_drafts(
     engine: str, name: str, heads: Path, tmp_path: Path
 ) -> None:
     assert re.match(r"the head: (the same texts, )?tau 1\.[01]", answer(heads, name, engine, tmp_path))
+    record = json.loads((tmp_path / "parity.json").read_text())
+    counted = [line for line in record["lines"] if line.startswith("here: ")]
+    words = " ".join(record["command"]).replace(f"{heads}/", "").replace(str(TARGET), "quickstart")
+    row = {
+        "draft": record["kind"],
+        "engine": record["engine"],
+        "command": words.partition(" --out")[0],
+        "texts_equal": sum(request["texts_equal"] for request in record["requests"]),
+        "texts": len(record["requests"]),
+        **dict(zip(("here", "there"), re.findall(r"(?:here|engine): ([^;]+)", counted[0]), strict=True)),
+    }
+    how = f"{VARIABLE}=FOLDER pytest -m engine tests/engines/test_engines.py"
+    add_row("parity", row, {"target": {"name": "quickstart"}, "command": how})
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,6 @@
 """The command that a measurement prints, typed into a whole engine, serves what was measured: the printed tau is found
-there.
+there."""
 
-DRAFTSMITH_ENGINE_RECORD names a file to which the rows are written, eval/results/engines/printed.json in the
-repository.
-"""
-
-import json
-import os
 import shlex
 import socket
 import subprocess
@@ -19,15 +13,15 @@ import pytest
 import torch
 
 from eval import bench
-from eval.measure.machine import machine
 from eval.pages.verdicts import serve_command
-from eval.records.results import read_results, write_record
+from eval.records.results import read_results
 from eval.records.schema import Results
 from eval.servers.engine_process import INSIDE, engine_python
 from eval.servers.gguf_conversion import converter_of
 from heads.registry import build_head
 from heads.saved import save_head, target_record
 from heads.targets.load import load_target
+from tests.engines.engine_record import VARIABLE, add_row
 from tests.engines.vllm_process import TARGET, serving, vllm_server
 
 pytestmark = pytest.mark.engine
@@ -79,17 +73,6 @@ def make_heads(folder: Path) -> None:
             save_head(head, folder / engine / name, target=record, provenance={"serve": [engine]}, dtype=torch.float32)
 
 
-def add_to_record(row: dict[str, Any], here: Results) -> None:
-    if not (file := os.environ.get("DRAFTSMITH_ENGINE_RECORD")):
-        return
-    path = Path(file)
-    kept = json.loads(path.read_text())["rows"] if path.is_file() else []
-    rows = [other for other in kept if (other["draft"], other["engine"]) != (row["draft"], row["engine"])]
-    facts = {**machine(torch.device("cpu")), "target": {**here.target.model_dump(), "name": "quickstart"}}
-    how = "DRAFTSMITH_ENGINE_RECORD=FILE pytest -m engine tests/engines/test_printed_commands.py"
-    write_record({**facts, "command": how, "options": [*HERE, *PROMPTS], "rows": [*rows, row]}, path)
-
-
 def tau_of(results: Results) -> float:
     return results.measurements[results.chosen].tau.mean
 
@@ -134,7 +117,9 @@ def test_the_printed_command_serves_what_was_measured(
         "texts_equal": there.exact.identical,
         "texts": there.exact.prompts,
     }
-    add_to_record(row, here)
+    facts = {"target": {**here.target.model_dump(), "name": "quickstart"}, "options": [*HERE, *PROMPTS]}
+    how = f"{VARIABLE}=FOLDER pytest -m engine tests/engines/test_printed_commands.py"
+    add_row("printed", row, {**facts, "command": how})
     assert there.exact.identical == there.exact.prompts == 4
     # An answer's last round is cut here, in llama.cpp its draft is shorter; llama.cpp's lookup follows other matches.
     allowed = 0.15 if plus else 0.02
