@@ -42,8 +42,8 @@ def own_folder(
         place.mkdir(parents=True, exist_ok=True)
         name = measurement_name(settings)
         if not options.out:
-            unfinished = [folder for folder in sorted(parent.iterdir()) if not (folder / RESULTS).is_file()]
-            place = next((folder for folder in unfinished if holds(folder, about)), parent)
+            held = (folder for folder in sorted(parent.iterdir()) if holds(folder, about))
+            place = next((folder for folder in held if not (folder / RESULTS).is_file()), parent)  # it may end just now
         for number in count(1) if place == parent and not options.out else ():
             place = parent / (name if number == 1 else f"{name}-{number}")
             with suppress(FileExistsError):  # another process has just made a folder of this name
