@@ -98,7 +98,7 @@ def sglang(algorithm: str, *, block: bool = False) -> Command:
 def llama_cpp(kind: str) -> Command:
     """Return a function that makes llama.cpp's commands: two of its converter, and that of its server. `kind`: name of
     the method in its option --spec-type. A file whose name begins with it is found in a repository of the Hub. The head
-    is in 8 bits, which a small machine reads four times as fast."""
+    is in 8 bits, a quarter of its size in float32."""
 
     def run(setting: Setting, config: Mapping[str, object]) -> str:
         target = shlex.quote(setting.target)

@@ -32,7 +32,7 @@ SLOWEST = 1.0
 """Time limit of an answer in seconds per token. One minute is added to it."""
 COMPLETIONS, GENERATE = "/v1/completions", "/generate"
 """Paths that return token ids, of vLLM and of SGLang."""
-SHARE = 0.9
+GPU_SHARE = 0.9
 """Share of a GPU's free memory that an engine which is started here may use."""
 CACHE_SHARE = 4
 """One of so many parts of the free memory is its cache, if it runs on the CPU."""
@@ -158,12 +158,12 @@ def serving(server: Server, target: FrozenTarget, in_flight: int, length: int) -
     free = free_memory() or 0
     job = {"target": local_folder(target.name), "name": server.model or target.name, "context": length}
     job |= {"dtype": str(target.dtype).removeprefix("torch."), "trust_remote_code": target.trust_remote_code}
-    job |= {"rows": in_flight, "cache_gib": max(1, free // CACHE_SHARE // 2**30), "device": None, "share": SHARE}
+    job |= {"rows": in_flight, "cache_gib": max(1, free // CACHE_SHARE // 2**30), "device": None, "share": GPU_SHARE}
     if device.type == "cuda":
         left, total = torch.cuda.mem_get_info(device)
         seen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         number = device.index or 0
-        job |= {"device": seen.split(",")[number] if seen else str(number), "share": round(SHARE * left / total, 2)}
+        job |= {"device": seen.split(",")[number] if seen else str(number), "share": round(GPU_SHARE * left / total, 2)}
     with tempfile.TemporaryDirectory(prefix="draftsmith-") as folder, ExitStack() as stack:
         with Progress(f"starting {name}", announced=True):
             started = running(python, f"{name}_server.py", job, what=f"{name} fails", folder=Path(folder))

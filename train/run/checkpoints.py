@@ -139,15 +139,17 @@ def _unfit(folder: Path, error: Exception) -> UserError:
     return UserError(f"{folder}: cannot be resumed from ({first_line(error)}); {OR_ELSE}")
 
 
-def left_behind(run: Path) -> str | None:
-    """Return a line if the head of a run, which is its best measured one, is older than its newest checkpoint."""
-    steps = [int(path.name[5:]) for path in (run / "checkpoints").glob("step-*") if path.name[5:].isdigit()]
+def left_behind(path: Path) -> str | None:
+    """Return a line if the head of a run, which is its best measured one, is older than its newest checkpoint. `path`:
+    of the run or of its head."""
+    run = path.parent if path.name == "head" else path
+    steps = [int(folder.name[5:]) for folder in (run / "checkpoints").glob("step-*") if folder.name[5:].isdigit()]
     if not steps or not (run / "head").is_dir():
         return None
     step = read_config(run / "head").get("provenance", {}).get("step")
     if step is None or step >= max(steps):
         return None
-    return f"head.init_from: {run}: its head is of step {step:,}, its newest checkpoint of step {max(steps):,}"
+    return f"head.init_from: {path}: its head is of step {step:,}, its newest checkpoint of step {max(steps):,}"
 
 
 def newest_checkpoint(folder: Path, say: Say) -> tuple[Path, RunState] | None:

@@ -19,8 +19,9 @@ import torch
 from eval import parity
 from eval.core.command_line import exit_status
 from eval.data.prompts import Prompt
+from eval.servers.misread_heads import Cause
 from eval.servers.parity_counts import Asked, Counting, EngineAnswer, Step, counted
-from eval.servers.parity_ladder import Cause, Ladder, climb
+from eval.servers.parity_ladder import Ladder, climb
 from eval.servers.parity_run import other_ids
 from eval.servers.rounded_target import AS_HERE, hadamard, log_probabilities, precisions, round_block, round_cache
 from heads.registry import build_head
@@ -82,7 +83,7 @@ def test_what_reproduces_the_engines_counts_is_named(
     head = (dflash if "block_size" in settings else eagle3)(target, **settings)
     whole = ladder(target, head)
     name = cause.partition(": ")[2]
-    tried: Cause = next(each for each in whole.causes() if each.name.startswith(name))
+    tried: Cause = next(each for each in whole.misreadings.causes() if each.name.startswith(name))
     theirs = whole.run(tried.head() if tried.head else None, tried.depth).counts
     own = whole.run().counts
     assert [answer.tokens for answer in theirs] == [answer.tokens for answer in own]  # no head changes a text

@@ -39,8 +39,9 @@ def test_a_run_from_a_published_head_and_one_from_that_run(small: Settings, caps
     train(write_recipe(small), *from_run)
     assert "newest checkpoint" not in capsys.readouterr().err
     (folder / "checkpoints/step-2").rename(folder / "checkpoints/step-7")
-    train(write_recipe(small), f"output_dir={folder.parent / 'from-best'}", from_run[1])
-    said = f"head.init_from: {folder}: its head is of step 2, its newest checkpoint of step 7"
+    head_folder = f"{folder}/head"
+    train(write_recipe(small), f"output_dir={folder.parent / 'from-best'}", f"head.init_from={head_folder}")
+    said = f"head.init_from: {head_folder}: its head is of step 2, its newest checkpoint of step 7"
     assert said in capsys.readouterr().err
 
 
