@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # An environment with an engine, for eval/parity.py and the tests of the marker `engine`: make_engine.sh ENGINE [FOLDER]
 # ENGINE: llama.cpp, openvino, mlx or vllm. FOLDER: by default .engines/ENGINE in this clone. Made once, and imported; delete it to make it again.
+# With SHARE=1 it also sees the packages of the Python that makes it, and only what they lack is installed.
 set -euo pipefail
 name=${1:?make_engine.sh llama.cpp|openvino|mlx|vllm [FOLDER]}
 folder=${2:-$(dirname "${BASH_SOURCE[0]}")/../.engines/$name}
@@ -9,6 +10,10 @@ export PIP_DISABLE_PIP_VERSION_CHECK=1
 # torch is named first and alone: a plain range would take a build with CUDA where a CPU build is at hand.
 torch=(torch==2.13.0)
 "${PYTHON:-python3}" -m venv "$folder"
+if [ -n "${SHARE:-}" ]; then
+  seen=$("${PYTHON:-python3}" -c 'import site; print(site.getsitepackages()[0])')
+  echo "$seen" >"$(echo "$folder"/lib/python3*/site-packages)/shared.pth"
+fi
 # shellcheck disable=SC1091
 . "$folder/bin/activate"
 work=$(mktemp -d)

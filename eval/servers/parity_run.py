@@ -67,7 +67,7 @@ def compare(options: argparse.Namespace, settings: BenchSettings, command: list[
     folder = None if is_published(options.head) else find_head(options.head)
     trained = trained_depth(read_config(folder)) if folder else None
     depth = int(options.tree.removeprefix("chain:")) if options.tree else min(trained or DEPTH, DEPTH)
-    lines = check_folder(options, folder, head)
+    misread, lines = check_folder(options, folder, head)
     room = target.context_length - settings.max_new_tokens - depth - 2
     limits: dict[str, Any] = {
         "num_prompts": settings.num_prompts,
@@ -92,6 +92,8 @@ def compare(options: argparse.Namespace, settings: BenchSettings, command: list[
             lines.append(f"template: {other or 'the server makes the same ids of the prompts'}")
         ladder = Ladder(target, head, depth, options.engine, ids, settings.max_new_tokens, engine, lines=lines)
         own, answer = climb(ladder, other)
+    if misread and ladder.is_equal(own):
+        answer += f"; it makes no difference on these prompts that {misread[0]}"
     requests = []
     for prompt, text, count, theirs in zip(prompts, own.texts, own.counts, engine.answers, strict=True):
         same = same_text(text, theirs)
@@ -115,15 +117,17 @@ def compare(options: argparse.Namespace, settings: BenchSettings, command: list[
     )
 
 
-def check_folder(options: argparse.Namespace, folder: Path | None, head: Drafter) -> list[str]:
-    """Return what the engine's reader makes of a head's folder. UserError if it takes no such head."""
+def check_folder(options: argparse.Namespace, folder: Path | None, head: Drafter) -> tuple[list[str], list[str]]:
+    """Return what the engine's reader misreads of a head's folder, and lines that say what it makes of it. UserError if
+    it takes no such head."""
     if folder is None:
-        return [f"folder: {line}" for line in (head.origin.differs if head.origin else ())]
+        return [], [f"folder: {line}" for line in (head.origin.differs if head.origin else ())]
     verdict = next(v for v in check_loaders(folder) if v.reader == READERS[options.engine])
     if verdict.unsupported and not (options.server or options.engine_head):
         raise UserError(f"{options.head}: {verdict.reader} {verdict.unsupported}")
     said = [verdict.unsupported] if verdict.unsupported else list(verdict.errors)
-    return [f"folder: {verdict.reader}: {line}" for line in said] or [f"folder: {verdict.reader} reads it whole"]
+    lines = [f"folder: {verdict.reader}: {line}" for line in said] or [f"folder: {verdict.reader} reads it whole"]
+    return list(verdict.errors), lines
 
 
 def other_ids(prompts: Sequence[Prompt], ids_of: Callable[[Prompt], list[int]], bos: int | None) -> str | None:

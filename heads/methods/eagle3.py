@@ -10,7 +10,7 @@ i. Loss = sum over i of depth_decay^i * KL(p || q_i) / rows, where p is the targ
 vocabulary.
 
 A head may be narrower or wider than its target. Then its embeddings are its own: the target's, along their principal
-axes. Published heads may have further decoder layers, which read no embeddings.
+axes. It may have further decoder layers, which read no embeddings.
 
 Letters: B batch, T tokens, D width of the head, Dt width of the target, Vd draft vocabulary, L auxiliary layers, K
 depth.
@@ -63,8 +63,6 @@ class Eagle3Config(BlockConfig, Eagle3Settings):
     draft_vocab_size: Count
     target_hidden_size: Count | None = None
     """Width of the target's hidden states. None: `hidden_size`."""
-    num_layers: Count = 1
-    """Published heads: decoder layers. Those after the first read no embeddings."""
     qk_norm: bool = False
     """Published heads: attention norms each head of queries and keys, as in Qwen3."""
     norm_before_residual: bool = False

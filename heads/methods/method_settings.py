@@ -33,6 +33,9 @@ class Eagle3Settings(RotarySettings, StartSettings, BlockSettings):
     draft_vocab_size: Count | None = None
     """Tokens the head can draft: the most frequent in the training data. Null: 32,000, or the target's whole vocabulary
     if it is smaller."""
+    num_layers: Layers = 1
+    """Number of decoder layers. Those after the first read no embeddings. vLLM and SGLang run several, llama.cpp,
+    OpenVINO and the EAGLE repository one."""
     depth: Depth = 7
     """Number of steps of the training-time test."""
     depth_decay: Decay = 0.8

@@ -94,7 +94,7 @@ def test_a_whole_engine_writes_our_texts_and_accepts_our_drafts(
 @pytest.mark.parametrize(
     ("name", "options", "reason"),
     [
-        ("eagle3, norm_output", [], "the conversion: norm_output was dropped"),
+        ("eagle3, norm_output", ["--prompts", "lines.jsonl"], "the conversion: norm_output was dropped"),
         ("eagle3", ["--engine-cache", "q4_0"], "its KV cache is in 4 bits"),
         ("eagle3", ["--engine-cache", "q8_0"], "its KV cache is in 8 bits"),
         ("eagle3", ["--engine-target", "q8_0"], "its target's weights are Q8_0"),
@@ -109,6 +109,11 @@ def test_what_makes_llama_cpp_differ_is_named(
         file = tmp_path / "target.gguf"
         convert(str(TARGET), file, dtype=options[1], log=tmp_path / "log")
         options = ["--engine-target", str(file)]
+    if options[:1] == ["--prompts"]:  # the second draft token is right where lines repeat, and depends on the norm
+        prompts = tmp_path / options[1]
+        lines = ["self.x = x\nself.y = y\n" * 5, "for i in range(10):\n    print(i)\n" * 4]
+        prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in lines))
+        options = ["--prompts", str(prompts)]
     assert reason in answer(heads, name, "llama.cpp", tmp_path / "out", *options)
 
 
