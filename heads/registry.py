@@ -27,7 +27,7 @@ class HeadKind:
     """Class that implements `heads.core.contract.DraftHead`."""
     format: Format
     """Format of the folder in which the head is saved."""
-    training: frozenset[str] = frozenset({"depth", "depth_decay", "loss"})
+    training: frozenset[str] = frozenset({"depth", "depth_decay", "loss", "later_slots"})
     """Settings that affect only the training. A head that starts from another may have different ones."""
     optional: frozenset[str] = frozenset()
     """Settings that a head that starts from another may leave out (`Eagle3.without`)."""

@@ -15,6 +15,7 @@ from heads.parts.part_settings import (
     Decay,
     Depth,
     Divergence,
+    LaterStepsSettings,
     LayerIds,
     Layers,
     Loss,
@@ -23,7 +24,7 @@ from heads.parts.part_settings import (
 )
 
 
-class Eagle3Settings(RotarySettings, StartSettings, BlockSettings):
+class Eagle3Settings(RotarySettings, LaterStepsSettings, StartSettings, BlockSettings):
     hidden_size: Count | None = None
     """Width of the head. Null: the target's. A head of another width has embeddings of its own: the target's along
     their principal axes, not trained."""
@@ -53,7 +54,7 @@ class Eagle3Settings(RotarySettings, StartSettings, BlockSettings):
     the EAGLE repository would attend to all positions."""
 
 
-class MtpSettings(StartSettings, BlockSettings):
+class MtpSettings(LaterStepsSettings, StartSettings, BlockSettings):
     """Settings of the head in a recipe. `initial_weights` has no effect on native modules."""
 
     draft_vocab_size: Count | None = None

@@ -19,6 +19,7 @@ Letters: B batch, T tokens, D hidden, Vd draft vocabulary, K depth, J modules, W
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
+from math import ceil
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ from heads.core.host_memory import total_memory
 from heads.core.tree import Pick, Proposal, TreeShape, check_width, scratch_slots
 from heads.kernels.slots import DraftSlots, PrefillSlots
 from heads.kernels.tree_attention import Attend
-from heads.parts.labels import counts_by_depth, label_slots
+from heads.parts.labels import counts_by_depth, label_slots, supervised
 from heads.parts.losses import draft_loss
 from heads.parts.rotary import CosSin, Rotary
 from heads.parts.slot_state import SlotState, advance_root, copy_last
@@ -114,11 +115,32 @@ class Recycling(nn.Module, DraftHead):
         """Return the logits of normed states: (..., D) -> (..., Vd)."""
         return nn.functional.linear(normed, lm_head_weight)
 
-    def counts(self, rows: Rows) -> Tensor:
-        return counts_by_depth(rows, AHEAD, self.depth)
+    def later_slots(self, rows: Rows) -> Tensor | None:
+        """Return the slots (N,), ascending, that go through the steps after a module's own first; None: all."""
+        T = rows.tokens.shape[1]
+        count = ceil(T * self.config.later_slots)
+        if count == T:
+            return None
+        draw = torch.Generator().manual_seed(rows.seed)
+        return torch.randperm(T, generator=draw)[:count].sort().values.to(rows.tokens.device)
 
-    def unroll(self, batch: Batch, depth: int) -> list[Tensor]:
-        """Return the normed states (B, T, D) of the first `depth` steps."""
+    def counts(self, rows: Rows) -> Tensor:
+        slots = self.later_slots(rows)
+        if slots is None:
+            return counts_by_depth(rows, AHEAD, self.depth)
+        chosen = torch.zeros_like(rows.loss_mask)
+        chosen[:, slots] = True
+        labels = (supervised(rows, AHEAD + k) for k in range(self.depth))  # by the label, AHEAD + k after its slot
+        return torch.stack(
+            [
+                (each if k < self.num_modules else each & chosen.roll(AHEAD + k, 1)).sum()
+                for k, each in enumerate(labels)
+            ]
+        ).float()
+
+    def unroll(self, batch: Batch, depth: int, slots: Tensor | None = None) -> list[Tensor]:
+        """Return the normed states (B, T, D) of the first `depth` steps; those after the modules' own first have only
+        `slots` (N,), if there are any: (B, N, D)."""
         state = self.start(batch.aux_hidden_states, batch.hidden)
         shared = self.shared_layers(batch.shared)
         embeddings = batch.embeddings if shared is batch.shared else shared.embed_tokens(batch.tokens)
@@ -130,16 +152,26 @@ class Recycling(nn.Module, DraftHead):
         for i in range(depth):
             if i < self.num_modules:
                 earlier = []
-            state, *keys_values = step(i, embeddings, batch.positions, batch.documents, state, *earlier)
+            of = slots if i >= self.num_modules else None
+            if of is not None and i == self.num_modules:
+                state = state[:, of]
+            state, *keys_values = step(i, embeddings, batch.positions, batch.documents, of, state, *earlier)
             earlier += keys_values
             normed.append(self.normed(state))
         return normed
 
     def step_of_slots(
-        self, i: int, embeddings: Tensor, positions: Tensor, documents: Tensor, state: Tensor, *earlier: Tensor
+        self,
+        i: int,
+        embeddings: Tensor,
+        positions: Tensor,
+        documents: Tensor,
+        slots: Tensor | None,
+        state: Tensor,
+        *earlier: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Run step i for all slots. `earlier`: keys and values of each layer in each of the module's previous steps.
-        Returns the state, and keys and values of each layer.
+        """Run step i for all slots, or for `slots` (N,), of which the state then is. `earlier`: keys and values of each
+        layer in each of the module's previous steps. Returns the state, and keys and values of each layer.
 
         A module attends causally at its first step. Later steps also see their own slot's keys of the steps in between.
         """
@@ -150,9 +182,11 @@ class Recycling(nn.Module, DraftHead):
             keys = [*earlier[len(keys_values) :: per_step], k]
             values = [*earlier[len(keys_values) + 1 :: per_step], v]
             keys_values.extend((k, v))
-            return causal_attention(q, keys[0], values[0], documents, keys[1:], values[1:], self.sliding_window)
+            return causal_attention(q, keys[0], values[0], documents, keys[1:], values[1:], self.sliding_window, slots)
 
         embedding = embeddings.roll(-1 - i, dims=1)  # slot t reads x_{t+1+i}; tokens that wrap around have no label
+        if slots is not None:
+            embedding, positions = embedding[:, slots], positions[:, slots]
         embedding = self.masked(embedding, positions + i)
         cos_sin = self.cos_sin(positions + i, state.dtype)
         state = self.step(min(i, self.num_modules - 1), embedding, state, cos_sin, attend)
@@ -170,12 +204,26 @@ class Recycling(nn.Module, DraftHead):
 
     def activation_bytes(self, rows: int, depth: int, width: int) -> int:
         widths = 4 * self.config.intermediate_size + 10 * self.config.hidden_size
-        return int(depth * rows * self.layers_per_module * widths * width)
+        return int(self.passes(depth) * rows * self.layers_per_module * widths * width)
+
+    def passes(self, depth: int) -> float:
+        """Return how many times all slots the slots of `depth` steps are."""
+        later = max(0, depth - self.num_modules)
+        return depth - later + later * float(self.config.later_slots)
 
     def loss(self, batch: Batch, scale: Tensor) -> HeadLoss:
         row, label, inside, valid = label_slots(batch, AHEAD, self.depth)
-        unrolled = zip(self.unroll(batch, self.depth), inside, strict=True)
-        states = torch.stack([state[row, slot] for state, slot in unrolled])  # (K, R, D)
+        slots = self.later_slots(batch)
+        unrolled = self.unroll(batch, self.depth, slots)
+        if slots is None:
+            states = [state[row, slot] for state, slot in zip(unrolled, inside, strict=True)]
+        else:
+            place = torch.full_like(batch.tokens[0], -1)
+            place[slots] = torch.arange(len(slots), device=place.device)
+            inside[self.num_modules :] = place[inside[self.num_modules :]]
+            valid = valid & (inside >= 0)
+            each = zip(unrolled, inside, valid, strict=True)
+            states = [state[row[found], slot[found]] for state, slot, found in each]
         return draft_loss(
             states,
             self.lm_head_weight(batch.shared),
@@ -189,7 +237,7 @@ class Recycling(nn.Module, DraftHead):
 
     def step_cost(self, batch_size: int, length: int, *, width: int, most: int) -> StepCost:
         N = batch_size * length
-        K = self.depth
+        K = self.passes(self.depth)
         config = self.config
         sizes = Widths.of(self.config)
         outputs = self.outputs
@@ -198,14 +246,17 @@ class Recycling(nn.Module, DraftHead):
         work = N * K * (flops(self) - flops(*outputs) - start) / self.num_modules
         work += N * start * 2 / 3  # its input needs no gradient
         work += layers * K * N * length * 2 * ATTENTION_PRODUCTS * sizes.queries / 2  # half of all pairs: it is causal
-        row = width * layers * sizes.kept(*self.kept_widths)
-        kept, backward = K * N * (row + (4 - width) * config.hidden_size), 0  # embeddings stay in float32
-        if self.activation_bytes(N, K, width) > most:  # only the states, keys and values of every step are kept
+        a_row = width * layers * sizes.kept(*self.kept_widths)
+        kept, backward = K * N * (a_row + (4 - width) * config.hidden_size), 0  # embeddings stay in float32
+        if (
+            self.activation_bytes(N, self.depth, width) > most
+        ):  # only the states, keys and values of every step are kept
             kept = K * N * width * 2 * (config.hidden_size + layers * sizes.keys)
-            backward = N * row
+            backward = N * a_row
             work = work * 4 / 3
         backward += 2 * width * sizes.inner * N
-        return StepCost(work, kept, N, len(self.draft_to_target), N, N, backward, outputs)
+        rows = round(N * K / self.depth)
+        return StepCost(work, round(kept), rows, len(self.draft_to_target), N, N, round(backward), outputs)
 
     @property
     def outputs(self) -> Sequence[nn.Linear]:

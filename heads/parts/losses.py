@@ -9,6 +9,7 @@ Letters: R supervised labels, C rows of a chunk, K depths, D hidden, V target vo
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -66,6 +67,30 @@ def likeliest(logits: Tensor) -> Tensor:
     inside = spans.gather(1, span[..., None].expand(-1, 1, SPAN))[:, 0].argmax(-1)
     best: Tensor = span[:, 0] * SPAN + inside
     return best
+
+
+class Selected(Distribution):
+    """Some rows (R,) int64 of distributions that are known."""
+
+    def __init__(self, whole: Distribution, rows: Tensor) -> None:
+        super().__init__(whole.logits[rows])
+        self.whole, self.rows = whole, rows
+
+    @cached_property
+    def logs(self) -> Tensor:
+        return self.whole.logs[self.rows]
+
+    @cached_property
+    def probs(self) -> Tensor:
+        return self.whole.probs[self.rows]
+
+    @cached_property
+    def best(self) -> Tensor:
+        return self.whole.best[self.rows]
+
+    @cached_property
+    def negative_entropy(self) -> Tensor:
+        return self.whole.negative_entropy[self.rows]
 
 
 Divergence = Callable[[Distribution, Distribution], Tensor]
@@ -152,7 +177,7 @@ LOSSES: dict[str, Divergence] = {
 
 
 def draft_loss(
-    states: Tensor,
+    states: Tensor | Sequence[Tensor],
     weight: Tensor | Sequence[Tensor],
     valid: Tensor,
     hidden: Tensor,
@@ -165,10 +190,10 @@ def draft_loss(
 ) -> HeadLoss:
     """Return the draft's divergence from the target at R supervised labels and K depths.
 
-    states (K, R, D): the draft's normed states; weight (Vd, D): its output head, or K of them, one for each depth;
-    valid (K, R) bool: rows that exist at that depth; hidden (R, D'): the target's post-norm states that predict the
-    labels; target_logits: (C, D') -> (C, V) float32; draft_to_target (Vd,) int64: the target ids of the draft
-    vocabulary; scale (K,): the factor of each depth's sum.
+    states: for each depth the draft's normed states, (R, D) of all rows or of the valid ones alone; weight (Vd, D): its
+    output head, or K of them, one for each depth; valid (K, R) bool: rows that exist at that depth; hidden (R, D'): the
+    target's post-norm states that predict the labels; target_logits: (C, D') -> (C, V) float32; draft_to_target (Vd,)
+    int64: the target ids of the draft vocabulary; scale (K,): the factor of each depth's sum.
 
     p is renormalised over the draft vocabulary. As in EAGLE-3, the loss leaves out rows whose likeliest token is
     outside it, because the draft cannot be right there. `loss`: the name of a divergence; `labels` is the
@@ -176,28 +201,35 @@ def draft_loss(
     """
     divergence = LOSSES["cross_entropy" if loss == LABELS else loss]
     weights = (weight,) if isinstance(weight, Tensor) else weight
-    K, R, _ = states.shape
-    dtype = torch.promote_types(states.dtype, torch.float32)
-    sums, correct = torch.zeros(2, K, dtype=dtype, device=states.device)
-    matrices = [weight.detach().to(states.dtype) for weight in weights]
-    grad_states = torch.empty_like(states)
+    states = [*states]
+    K, R = valid.shape
+    device, own_dtype = states[0].device, states[0].dtype
+    dtype = torch.promote_types(own_dtype, torch.float32)
+    sums, correct = torch.zeros(2, K, dtype=dtype, device=device)
+    matrices = [weight.detach().to(own_dtype) for weight in weights]
+    grad_states = [torch.empty_like(state) for state in states]
     # The frozen target's own output head needs no gradient, so none is computed.
     grad_weights = [
         weight.new_zeros(weight.T.shape, dtype=dtype).T if weight.requires_grad else None for weight in weights
     ]
 
-    with torch.no_grad(), torch.autocast(states.device.type, enabled=False):
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
         V = target_logits(hidden[:1]).shape[-1]
         in_vocabulary = draft_to_target.new_zeros(V, dtype=torch.bool)
         in_vocabulary[draft_to_target] = True
-        C = max(MIN_ROWS, CHUNK_BYTES[states.device.type] // (4 * V))
-        for start in range(0, R, C):
+        C = max(MIN_ROWS, CHUNK_BYTES[device.type] // (4 * V))
+        chosen = [None if len(state) == R else _chunked(rows, C) for state, rows in zip(states, valid, strict=True)]
+        for chunk, start in enumerate(range(0, R, C)):
             part = slice(start, start + C)
             logits = target_logits(hidden[part]).to(dtype)
             can_be_right = in_vocabulary[likeliest(logits)]
-            p = Distribution(logits if len(draft_to_target) == V else logits.index_select(1, draft_to_target))
+            whole = Distribution(logits if len(draft_to_target) == V else logits.index_select(1, draft_to_target))
             for k in range(K):
-                state = states[k, part]
+                own, p, counted = part, whole, valid[k, part] & can_be_right
+                if (mine := chosen[k]) is not None:
+                    own, rows = mine[chunk]
+                    p, counted = Selected(whole, rows), can_be_right[rows]
+                state = states[k][own]
                 matrix = matrices[k % len(weights)]
                 grad_weight = grad_weights[k % len(weights)]
                 z = matmul(state, matrix.T).to(dtype)  # (C, Vd)
@@ -206,18 +238,26 @@ def draft_loss(
                     q = Distribution(z if soft_cap is None else soft_cap * torch.tanh(z / soft_cap))
                     value = divergence(q, p)
                     (grad,) = torch.autograd.grad(value.sum(), z)
-                grad = grad.to(states.dtype)
-                counted = valid[k, part] & can_be_right
-                rows = (counted * scale[k]).to(states.dtype)[:, None]  # scales tensors of width D, not Vd
-                grad_states[k, part] = matmul(grad, matrix) * rows
+                grad = grad.to(own_dtype)
+                factor = (counted * scale[k]).to(own_dtype)[:, None]  # scales tensors of width D, not Vd
+                grad_states[k][own] = matmul(grad, matrix) * factor
                 if grad_weight is not None:
-                    grad_weight += matmul((state * rows).T, grad).T
+                    grad_weight += matmul((state * factor).T, grad).T
                 sums[k] += vecdot(value.detach(), counted.to(dtype))
                 correct[k] += ((q.best == p.best) & counted).sum()
                 del z, q, value, grad  # before the next tensors of their size are made
-    gradients = [grad_states, *grad_weights]
-    total = DifferentiatedLoss.apply((sums * scale).sum(), gradients, states, *weights)  # type: ignore[no-untyped-call]
+    gradients = [*grad_states, *grad_weights]
+    total = DifferentiatedLoss.apply((sums * scale).sum(), gradients, *states, *weights)  # type: ignore[no-untyped-call]
     return HeadLoss(total, sums, correct)
+
+
+def _chunked(valid: Tensor, C: int) -> list[tuple[slice, Tensor]]:
+    """Return for each chunk of C rows which of the valid rows (R,) it holds, and their places in the chunk."""
+    rows = valid.nonzero()[:, 0]
+    starts = torch.arange(0, len(valid), C, device=valid.device)
+    bounds = [*torch.searchsorted(rows, starts).tolist(), len(rows)]
+    ends = enumerate(pairwise(bounds))
+    return [(slice(begin, end), rows[begin:end] - C * chunk) for chunk, (begin, end) in ends]
 
 
 class DifferentiatedLoss(torch.autograd.Function):

@@ -38,6 +38,14 @@ class BlockSettings(Settings):
     """Base of the rotary frequencies. Null: the target's."""
 
 
+class LaterStepsSettings(Settings):
+    """Setting of heads that recycle their state."""
+
+    later_slots: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Fraction of the slots that go through the steps of the training after a module's own first, drawn anew each time.
+    Their losses count as much as those of all would. Below 1 a training step takes less time and memory."""
+
+
 class StartSettings(Settings):
     """Setting of heads whose initial weights can be computed from the target's features."""
 

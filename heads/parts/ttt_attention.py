@@ -4,8 +4,8 @@ The causal pass uses FlexAttention on a GPU. On other devices it goes in blocks 
 computes again, so that no score tensor is larger than (rows of one block) x T. The extra keys, one per row and step,
 are merged through the log-sum-exp.
 
-Letters: B batch, H query heads, G query heads per key head, T tokens, d head dimension, I own keys of each row, R rows
-of a block, n keys that they see.
+Letters: B batch, H query heads, G query heads per key head, T tokens, N rows, d head dimension, I own keys of each row,
+R rows of a block, n keys that they see.
 """
 
 import math
@@ -32,22 +32,24 @@ def causal_attention(
     own_keys: Sequence[Tensor] = (),
     own_values: Sequence[Tensor] = (),
     window: int | None = None,
+    slots: Tensor | None = None,
 ) -> Tensor:
-    """Return causal attention inside documents, in which row t also sees slot t of each of `own_keys`.
+    """Return causal attention inside documents, in which each row also sees its own of each of `own_keys`.
 
-    With a sliding `window`, a row sees only keys fewer than `window` positions before it. With I own keys row t is at
-    position t + I, and the window ends there.
+    With a sliding `window`, a row sees only keys fewer than `window` positions before it. With I own keys the row of
+    slot t is at position t + I, and the window ends there.
 
-    q (B, H, T, d); k, v (B, H / G, T, d); documents (B, T) int64; own keys and values as k and v, one pair for each
-    earlier step of the training-time test. Returns (B, H, T, d). Scores are at least float32.
+    q (B, H, N, d), the rows of `slots` (N,) int64, ascending; None: of all T; k, v (B, H / G, T, d); documents (B, T)
+    int64; own keys and values (B, H / G, N, d), one pair for each earlier step of the training-time test. Returns (B,
+    H, N, d). Scores are at least float32.
     """
     q = q.to(v.dtype)
     k = k.to(v.dtype)
     reach = None if window is None else window - len(own_keys)
     with torch.autocast(q.device.type, enabled=False):
         if q.is_cuda:
-            return by_flex(q, k, v, documents, own_keys, own_values, reach, compiled_flex_attention())
-        return by_blocks(q, k, v, documents, own_keys, own_values, reach)
+            return by_flex(q, k, v, documents, own_keys, own_values, reach, compiled_flex_attention(), slots)
+        return by_blocks(q, k, v, documents, own_keys, own_values, reach, slots)
 
 
 def by_flex(
@@ -59,9 +61,10 @@ def by_flex(
     own_values: Sequence[Tensor],
     reach: int | None,
     attention: Callable[..., Any] = flex_attention,
+    slots: Tensor | None = None,
 ) -> Tensor:
     """Compute `causal_attention` with FlexAttention, compiled or eager. A row sees `reach` slots, its own included."""
-    mask = packed_mask(documents, reach)
+    mask = packed_mask(documents, reach, slots)
     grouped = q.shape[1] != k.shape[1]
     aux = AuxRequest(lse=True) if own_keys else None
     out = attention(q, k, v, block_mask=mask, enable_gqa=grouped, return_aux=aux)
@@ -76,6 +79,7 @@ def by_blocks(
     own_keys: Sequence[Tensor],
     own_values: Sequence[Tensor],
     reach: int | None,
+    slots: Tensor | None = None,
 ) -> Tensor:
     """Compute `causal_attention` block by block."""
     outs = []
@@ -83,10 +87,13 @@ def by_blocks(
     acc_dtype = torch.promote_types(v.dtype, torch.float32)  # in which the gradients of keys and values are summed
     k = k.to(acc_dtype)
     v = v.to(acc_dtype)
+    places = list(range(k.shape[2])) if slots is None else slots.tolist()
     for start in range(0, q.shape[2], BLOCK):
         rows = slice(start, start + BLOCK)
-        seen = slice(0 if reach is None else max(0, start - reach + 1), start + BLOCK)
-        inputs = (q[:, :, rows], k[:, :, seen], v[:, :, seen], documents[:, rows], documents[:, seen])
+        first, last = places[rows][0], places[rows][-1]
+        seen = slice(0 if reach is None else max(0, first - reach + 1), last + 1)
+        row = torch.tensor(places[rows], device=q.device) - seen.start
+        inputs = (q[:, :, rows], k[:, :, seen], v[:, :, seen], documents[:, seen], row)
         out, lse = checkpoint(_block, *inputs, reach, use_reentrant=False, preserve_rng_state=False)
         outs.append(out)
         lses.append(lse)
@@ -95,19 +102,17 @@ def by_blocks(
     return _merge(q, out, lse, own_keys, own_values) if own_keys else out
 
 
-def _block(
-    q: Tensor, k: Tensor, v: Tensor, row_documents: Tensor, key_documents: Tensor, reach: int | None
-) -> tuple[Tensor, Tensor]:
-    """Return the attention (B, H, R, d) of rows q (B, H, R, d), which are the last of the n keys, and the log-sum-exp
-    (B, H, R) of their scores."""
+def _block(q: Tensor, k: Tensor, v: Tensor, documents: Tensor, row: Tensor, reach: int | None) -> tuple[Tensor, Tensor]:
+    """Return the attention (B, H, R, d) of rows q (B, H, R, d), and the log-sum-exp (B, H, R) of their scores. row
+    (R,): the rows' own slots among the n keys, which are of documents (B, n)."""
     G = q.shape[1] // k.shape[1]
     R = q.shape[2]
     n = k.shape[2]
     k = k.to(q.dtype)
     v = v.to(q.dtype)
     key = torch.arange(n, device=q.device)
-    row = key[n - R :, None]
-    hidden = (row_documents[..., None] != key_documents[:, None]) | (row < key)  # (B, R, n)
+    row = row[:, None]
+    hidden = (documents[:, row] != documents[:, None]) | (row < key)  # (B, R, n)
     if reach is not None:
         hidden = hidden | (row - key >= reach)
     folded = (q / math.sqrt(q.shape[3])).unflatten(1, (-1, G)).flatten(2, 3)  # query heads that share a key head

@@ -34,25 +34,28 @@ def packed_visible(documents: Tensor) -> Tensor:
     return causal & (documents[:, :, None] == documents[:, None, :])
 
 
-def packed_mask(documents: Tensor, window: int | None = None) -> BlockMask:
+def packed_mask(documents: Tensor, window: int | None = None, slots: Tensor | None = None) -> BlockMask:
     """Return the mask of `packed_visible` as a block mask of FlexAttention, without keys that are `window` slots or
-    more before a query. Each document must be contiguous, with consecutive positions."""
+    more before a query. Each document must be contiguous, with consecutive positions. slots (N,) int64, ascending:
+    those of the queries, None: all."""
     T = documents.shape[1]
     device = documents.device
-    slot = torch.arange(T, dtype=torch.int64, device=device)
-    least = document_starts(documents)  # (B, T) the first slot that each query sees
+    keys = torch.arange(T, dtype=torch.int64, device=device)
+    slots = keys if slots is None else slots
+    least = document_starts(documents)[:, slots]  # (B, N) the first slot that each query sees
     if window is not None:
-        least = torch.maximum(least, slot - window + 1)
+        least = torch.maximum(least, slots - window + 1)
 
     def visible(b: Tensor, h: Tensor, q: Tensor, key: Tensor) -> Tensor:
-        return (key <= q) & (key >= least[b, q])  # `least` is a tensor, since a number would be compiled in
+        return (key <= slots[q]) & (key >= least[b, q])  # both are tensors, since a number would be compiled in
 
     first = least[:, ::TILE] // TILE  # (B, tiles) the first tile of keys: it never decreases from query to query
-    tile = torch.arange(first.shape[1], dtype=torch.int64, device=device)
-    shown = ((tile >= first[..., None]) & (tile <= tile[:, None]))[:, None]  # (B, 1, tiles, key tiles)
+    last = torch.cat([slots[TILE - 1 :: TILE], slots[-1:]])[: first.shape[1]] // TILE
+    tile = keys[::TILE] // TILE
+    shown = ((tile >= first[..., None]) & (tile <= last[:, None]))[:, None]  # (B, 1, tiles, key tiles)
     order = shown.int().argsort(dim=-1, descending=True, stable=True)
     return BlockMask.from_kv_blocks(
-        shown.sum(-1).int(), order.int(), BLOCK_SIZE=TILE, mask_mod=visible, seq_lengths=(T, T)
+        shown.sum(-1).int(), order.int(), BLOCK_SIZE=TILE, mask_mod=visible, seq_lengths=(len(slots), T)
     )
 
 

@@ -1,6 +1,7 @@
 """Heads that recycle their state: what they are trained to do is what they do when they draft."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -104,6 +105,29 @@ def test_every_nodes_score_is_the_sum_of_log_q_along_its_path(shape: str, make: 
 
 def test_a_tree_wider_than_the_draft_vocabulary_is_refused() -> None:
     assert "tree:2x25x40" in refused(seen, eagle3_head(), random_batch([[20]]), "tree:2x25x40", [9])
+
+
+@each_form
+def test_later_steps_of_some_slots_have_the_losses_and_gradients_that_these_have_among_all(make: Make) -> None:
+    head, some, batch = make(), make(), replace(random_batch([[11, 3, 7], [2, 1, 18]]), seed=5)
+    some.config = some.config.model_copy(update={"later_slots": 0.4})
+    slots, depth = some.later_slots(batch), head.config.depth
+    assert slots is not None and len(slots) == 9
+    chosen = torch.zeros_like(batch.loss_mask)
+    chosen[:, slots] = True
+    found = some.loss(batch, torch.ones(depth, dtype=torch.float64))
+    total = torch.zeros_like(found.loss)
+    for k, scale in enumerate(torch.eye(depth, dtype=torch.float64)):
+        of_depth = batch.loss_mask & chosen.roll(2 + k, 1) if k >= head.num_modules else batch.loss_mask
+        labels = replace(batch, loss_mask=of_depth)
+        whole = head.loss(labels, scale)
+        assert float(found.sums[k]) == pytest.approx(float(whole.sums[k])) and found.correct[k] == whole.correct[k]
+        assert some.counts(batch)[k] == head.counts(labels)[k]
+        total = total + whole.loss
+    trained = [[p for p in of.parameters() if p.requires_grad] for of in (some, head)]
+    gradients = [torch.autograd.grad(*each) for each in zip((found.loss, total), trained, strict=True)]
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b)
 
 
 @each_form

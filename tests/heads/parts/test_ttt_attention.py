@@ -23,11 +23,11 @@ def dense_flex(
     q: Tensor, k: Tensor, v: Tensor, *, block_mask: BlockMask, enable_gqa: bool, return_aux: AuxRequest | None
 ) -> Any:
     """FlexAttention by its definition, with gradients, which torch's own has on a GPU alone."""
-    T, G = q.shape[2], q.shape[1] // k.shape[1]
+    N, T, G = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
     assert enable_gqa == (G > 1)
-    slot, batch = torch.arange(T), torch.arange(len(q))[:, None, None]
-    tiles = block_mask.to_dense()[:, 0].bool().repeat_interleave(TILE, 1).repeat_interleave(TILE, 2)[:, :T, :T]
-    visible = tiles & block_mask.mask_mod(batch, batch, slot[:, None], slot)
+    batch = torch.arange(len(q))[:, None, None]
+    tiles = block_mask.to_dense()[:, 0].bool().repeat_interleave(TILE, 1).repeat_interleave(TILE, 2)[:, :N, :T]
+    visible = tiles & block_mask.mask_mod(batch, batch, torch.arange(N)[:, None], torch.arange(T))
     k, v = (x.repeat_interleave(G, dim=1) for x in (k, v))
     scores = (q @ k.mT / math.sqrt(q.shape[3])).masked_fill(~visible[:, None], -torch.inf)
     out = scores.softmax(-1) @ v
@@ -82,6 +82,28 @@ def test_output_and_gradients_of_both_forms_equal_the_dense_one(
     keys, values = parts[: 1 + own], parts[1 + own :]
     by_torch = by_flex(q, keys[0], values[0], documents, keys[1:], values[1:], reach)
     torch.testing.assert_close(by_torch, wanted.detach(), atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("window", "every"), [(None, 2), (140, 3), (9, 150)])
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_some_rows_are_those_of_all(window: int | None, every: int) -> None:
+    """Values, and gradients where the loss is of these rows alone."""
+    T = 300
+    (q,), (k, v, k1, v1) = tensors(2, 4, T, 4), tensors(2, 2, T, 4, count=4, seed=1)
+    documents, slots = some_documents(2, T), torch.randperm(T)[: T // every].sort().values
+    wanted = dense(q, [k, k1], [v, v1], documents, window)[:, :, slots]
+    exact = torch.autograd.grad(wanted.sin().sum(), (q, k, v, k1, v1))
+    some, k2, v2 = (x[:, :, slots] for x in (q, k1, v1))
+    reach = None if window is None else window - 1
+    given = (some, k, v, documents, [k2], [v2])
+    for found in (causal_attention(*given, window, slots), by_flex(*given, reach, dense_flex, slots)):
+        torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-6)
+        gradients = torch.autograd.grad(found.sin().sum(), (q, k, v, k1, v1), retain_graph=True)
+        for a, b in zip(gradients, exact, strict=True):
+            torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-6)
+    detached = [[x.detach() for x in part] if isinstance(part, list) else part.detach() for part in given]
+    found = by_flex(*detached, reach, slots=slots)
+    torch.testing.assert_close(found, wanted.detach(), atol=1e-6, rtol=1e-6)
 
 
 def test_large_scores_stay_finite() -> None:
