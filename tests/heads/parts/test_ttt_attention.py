@@ -95,14 +95,14 @@ def test_some_rows_are_those_of_all(window: int | None, every: int) -> None:
     exact = torch.autograd.grad(wanted.sin().sum(), (q, k, v, k1, v1))
     some, k2, v2 = (x[:, :, slots] for x in (q, k1, v1))
     reach = None if window is None else window - 1
-    given = (some, k, v, documents, [k2], [v2])
-    for found in (causal_attention(*given, window, slots), by_flex(*given, reach, dense_flex, slots)):
+    by_blocks = causal_attention(some, k, v, documents, [k2], [v2], window, slots)
+    for found in (by_blocks, by_flex(some, k, v, documents, [k2], [v2], reach, dense_flex, slots)):
         torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-6)
         gradients = torch.autograd.grad(found.sin().sum(), (q, k, v, k1, v1), retain_graph=True)
         for a, b in zip(gradients, exact, strict=True):
             torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-6)
-    detached = [[x.detach() for x in part] if isinstance(part, list) else part.detach() for part in given]
-    found = by_flex(*detached, reach, slots=slots)
+    some, k, v, k2, v2 = (x.detach() for x in (some, k, v, k2, v2))
+    found = by_flex(some, k, v, documents, [k2], [v2], reach, slots=slots)
     torch.testing.assert_close(found, wanted.detach(), atol=1e-6, rtol=1e-6)
 
 
