@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from eval.data.prompts import Prompt
-from eval.runtime.engine import Output
 
 COUNTS = ("rounds", "drafted", "accepted")
 
@@ -81,16 +80,25 @@ COUNTING = {
 """By the engine's name in options; by the kind of head, too, where it counts some kind otherwise."""
 
 
-def counted(output: Output, text: Sequence[int], depth: int, new_tokens: int, counting: Counting) -> EngineAnswer:
-    """Return the counts of a text as an engine counts them. `output` goes on beyond the text's end, so that the last
-    round is whole."""
+def counted(
+    rounds_accepted: Sequence[int],
+    text: Sequence[int],
+    depth: int,
+    new_tokens: int,
+    counting: Counting,
+    lengths: Sequence[int] | None = None,
+) -> EngineAnswer:
+    """Return the counts of a text as an engine counts them. `rounds_accepted`: the tokens accepted in each round; they
+    go on beyond the text's end, so that the last round is whole. `lengths`: the tokens drafted, None: `depth`."""
     start = 1  # tokens before a round
     rounds = drafted = total = 0
     by_position = [0] * depth
-    for accepted in output.accepted:
+    for n, accepted in enumerate(rounds_accepted):
         if start >= len(text):
             break
-        drafts = min(depth, new_tokens - start - 1) if counting.clips else depth
+        drafts = depth if lengths is None else lengths[n]
+        if counting.clips:
+            drafts = min(drafts, new_tokens - start - 1)
         kept = min(accepted, drafts)
         is_last = start + accepted + 1 >= len(text)
         if drafts > 0:

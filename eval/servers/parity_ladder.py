@@ -12,12 +12,12 @@ Only greedy texts are compared. Engines count differently; `Counting` says how.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from eval.core.progress import Progress
 from eval.runtime.engine import Engine, EngineOptions, Request
 from eval.runtime.near_ties import FAR, find_mismatches, first_difference
-from eval.servers.misread_heads import Misreadings
+from eval.servers.misread_heads import Cause, Misreadings
 from eval.servers.parity_counts import (
     COUNTING,
     Asked,
@@ -39,6 +39,7 @@ from eval.servers.rounded_target import (
     precisions,
     round_cache,
 )
+from eval.servers.unsure_drafts import find_bound, note_drafts
 from heads.core.contract import Drafter
 from heads.core.errors import UserError, first_line
 from heads.core.tree import parse_shape
@@ -96,7 +97,19 @@ class Ladder:
         texts = [cut(output.tokens, self.new_tokens, self.target.eos_token_ids) for output in outputs]
         counting = COUNTING.get(f"{self.engine} {kind_of(self.head)}", COUNTING[self.engine])
         pairs = zip(outputs, texts, strict=True)
-        return Run(texts, [counted(output, text, depth, self.new_tokens, counting) for output, text in pairs])
+        return Run(texts, [counted(output.accepted, text, depth, self.new_tokens, counting) for output, text in pairs])
+
+    def run_where_unsure(self, base: Run) -> tuple[str, Run]:
+        """Return the name and the run of drafts that end where the head is unsure."""
+        drafts = []
+        for prompt in self.prompts:
+            head = self.misreadings.variant({})()
+            noted = note_drafts(head)
+            replace(self, prompts=[prompt]).run(head)
+            drafts.append(noted)
+        bound, counts = find_bound(drafts, self.asked.answers, self.new_tokens, self.engine)
+        name = f"its drafts end before a token less likely than about {bound:.2g} (--spec-draft-p-min)"
+        return name, Run(base.texts, counts)
 
     def options(self, depth: int = 0) -> EngineOptions:
         longest = max(map(len, self.prompts)) + self.new_tokens + 2 * depth + 2
@@ -268,6 +281,11 @@ def find_cause(ladder: Ladder, own: Run, fault: str | None) -> str:
                 named = (cause, run)
             if least == 0:
                 break
+        if least and ladder.engine == "llama.cpp" and ladder.target.device.type == "cpu":
+            name, run = ladder.run_where_unsure(base)
+            if ladder.distance(run) < min(least, REPRODUCED * distance):
+                least = ladder.distance(run)
+                named = (Cause(name, "the engine"), run)
     there = "as in the engine" if least == ladder.other_texts(base) == 0 else f"{theirs:.2f} in the engine"
     if named is not None:
         cause, run = named

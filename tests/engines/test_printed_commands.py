@@ -1,6 +1,7 @@
 """The command that a measurement prints, typed into a whole engine, serves what was measured: the printed tau is found
 there."""
 
+import json
 import shlex
 import socket
 import subprocess
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from eval import bench
+from eval import bench, parity
 from eval.pages.verdicts import serve_command
 from eval.records.results import read_results
 from eval.records.schema import Results
@@ -124,3 +125,19 @@ def test_the_printed_command_serves_what_was_measured(
     # An answer's last round is cut here, in llama.cpp its draft is shorter; llama.cpp's lookup follows other matches.
     allowed = 0.15 if plus else 0.02
     assert tau_of(there) == pytest.approx(tau_of(here), rel=allowed) and tau_of(there) > 1.02
+
+
+def test_the_bound_at_which_a_server_ends_drafts_is_named(
+    once: Callable[[str, Callable[[Path], None]], Path], tmp_path: Path
+) -> None:
+    python = engine_python("llama.cpp")
+    if python is None or not (python.parent / "llama-server").exists():
+        pytest.skip("no environment with llama.cpp and its server (scripts/make_engine.sh llama.cpp)")
+    words = [str(once("printed-heads", make_heads) / "llama.cpp/eagle3"), "--target", str(TARGET), *PROMPTS]
+    assert bench.main([*words, *HERE, "--out", str(tmp_path / "here")]) == 0
+    command = serve_command(read_results(tmp_path / "here/audit.json"))
+    with typed(f"{command} --spec-draft-p-min 0.7", tmp_path) as url:
+        status = parity.main([*words, "--engine", "llama.cpp", "--server", url, "--out", str(tmp_path / "there")])
+    answer = json.loads((tmp_path / "there/parity.json").read_text())["answer"]
+    assert status == 1 and "its drafts end before a token less likely than about 0.7 (--spec-draft-p-min)" in answer
+    assert answer.endswith("as in the engine")

@@ -2,11 +2,13 @@
 another head, target or cache; whole engines are in tests/engines."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import torch
 from eval import parity
 from eval.core.command_line import exit_status
 from eval.data.prompts import Prompt
+from eval.runtime.engine import Engine, Request
 from eval.servers.misread_heads import Cause
 from eval.servers.parity_counts import Asked, Counting, EngineAnswer, Step, counted
 from eval.servers.parity_ladder import Ladder, climb
@@ -90,6 +93,45 @@ def test_what_reproduces_the_engines_counts_is_named(
     assert theirs != own
     answer = conclude(target, head, theirs)
     assert answer.startswith(cause) and answer.endswith("as in the engine")
+
+
+def test_the_bound_at_which_drafts_end_is_found(target: FrozenTarget) -> None:
+    """Every round of the engine is asked of this runtime alone, after the text so far."""
+    head, bound, new_tokens = eagle3(target), 0.15, 40
+    whole = replace(ladder(target, head), new_tokens=new_tokens)
+    (text,) = whole.run().texts
+    head.norm.weight.data *= 4  # surer, so that some drafts end and others do not
+    probabilities: list[float] = []
+    new_state = head.new_state
+
+    def spied(*arguments: Any, **named: Any) -> Any:
+        state = new_state(*arguments, **named)
+        state.lm_head.register_forward_hook(
+            lambda _, __, z: probabilities.append(float(z.flatten(0, -2)[0].topk(10).values.softmax(-1)[0]))
+        )
+        return state
+
+    head.new_state = spied
+    engine = Engine(target, head, whole.options(DEPTH))
+    at, rounds, drafted, by_position = 0, 0, 0, [0] * DEPTH
+    while at + 1 < len(text):
+        probabilities.clear()
+        (output,) = engine.generate([Request([*PROMPTS[0], *text[:at]], 2 + DEPTH, ignore_eos=True)])
+        sure = [p >= bound for p in probabilities[:DEPTH]]
+        length = min([*sure, False].index(False), new_tokens - at - 2)
+        accepted = min(output.accepted[0], length)
+        rounds, drafted = rounds + (length > 0), drafted + length
+        for position in range(accepted):
+            by_position[position] += 1
+        at += accepted + 1
+    answers = [EngineAnswer(text, rounds, drafted, sum(by_position), by_position)]
+    assert 0 < drafted < rounds * DEPTH
+    del head.new_state
+    whole.asked.answers = answers
+    _, answer = climb(whole)
+    named = r"the engine: its drafts end before a token less likely than about ([.0-9]+) .* as in the engine$"
+    found = re.match(named, answer)
+    assert found is not None and float(found[1]) == pytest.approx(bound, abs=0.02)
 
 
 def test_a_draft_token_that_is_as_likely_as_another_is_called_rounding(target: FrozenTarget) -> None:
@@ -170,16 +212,12 @@ def test_other_ids_of_a_prompt_are_named(ids: list[int], said: str) -> None:
 def test_rounds_are_counted_as_engines_count_them(target: FrozenTarget) -> None:
     """llama.cpp drafts no more than an answer may still hold beside the bonus token, so that by hand: 8 tokens, the
     first by the prompt; a round of 3 accepted drafts leaves 3, of which 2 may be drafted, and so on."""
-
-    class Made:
-        accepted = (3, 1, 3)
-
-    text, made = list(range(8)), Made()
-    clipped: Any = counted(made, text, 3, 8, Counting(clips=True))  # type: ignore[arg-type]
+    text, made = list(range(8)), (3, 1, 3)
+    clipped: Any = counted(made, text, 3, 8, Counting(clips=True))
     assert (clipped.rounds, clipped.drafted, clipped.accepted) == (2, 5, 4)
-    whole: Any = counted(made, text, 3, 8, Counting())  # type: ignore[arg-type]
+    whole: Any = counted(made, text, 3, 8, Counting())
     assert (whole.rounds, whole.drafted, whole.accepted, whole.by_position) == (3, 9, 7, [3, 2, 2])
-    less: Any = counted(made, text, 3, 8, Counting(counts_last=False, by_position=False, drafted=False))  # type: ignore[arg-type]
+    less: Any = counted(made, text, 3, 8, Counting(counts_last=False, by_position=False, drafted=False))
     assert (less.rounds, less.drafted, less.accepted, less.by_position) == (3, None, 4, None)
 
 
