@@ -58,7 +58,7 @@ def tracked(options: argparse.Namespace, out: Path) -> Iterator[Callable[[Result
     in_sweep = "WANDB_SWEEP_ID" in os.environ
     (head,) = options.heads
     with wandb_starts(mode, out) as shared:
-        run = wandb.init(
+        run: Any = wandb.init(
             project=None if in_sweep else os.environ.get("WANDB_PROJECT") or "draftsmith",
             name=os.environ.get("WANDB_NAME") or f"{short_name(head)} {' '.join(options.trees)}",
             config=None if in_sweep else {"head": head, **to_settings(options).model_dump()},
@@ -80,7 +80,7 @@ def tracked(options: argparse.Namespace, out: Path) -> Iterator[Callable[[Result
         print(run_place(run), file=sys.stderr)
 
 
-def log_outcome(run: "Run", results: Results, folder: Path, *, head: Path | None = None) -> None:
+def log_outcome(run: Any, results: Results, folder: Path, *, head: Path | None = None) -> None:
     """Log a report in `folder` to a wandb run: the figures as its summary, which a sweep can optimise, the page, a
     table with a row for every setting, the charts, and the head, if given, as an artifact."""
     import wandb
@@ -120,7 +120,7 @@ def tags(kind: str, target: str) -> tuple[str, ...]:
     return kind, short_name(target)[-MAX_TAG:]
 
 
-def run_place(run: "Run") -> str:
+def run_place(run: Any) -> str:
     """Return the address of a run or, offline, the command that uploads it. A run that was resumed has several parts,
     which wandb uploads in the order of their names."""
     if not run.offline:
