@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
@@ -43,7 +43,7 @@ from heads.core.strict_settings import Count, Seed
 if TYPE_CHECKING:
     from eval.data.data_files import Message
     from eval.measure.open_models import Opened
-    from eval.runtime.engine import Engine, Output
+    from eval.runtime.engine import Engine, Output, Request
     from heads.core.tree import TreeShape
 
 DEFAULT_TREES = ("chain:5", "chain:3", "chain:1")
@@ -124,7 +124,7 @@ class Conversation:
             print_line(figures)
         return output
 
-    def stream(self, engine: "Engine", request: Any, is_asked_to_stop: Callable[[], bool]) -> "Output":
+    def stream(self, engine: "Engine", request: "Request", is_asked_to_stop: Callable[[], bool]) -> "Output":
         """Decode, and show each round's tokens, of which all but the last were drafted. How many tokens of the answer's
         last round were drafted is known only from the output."""
         from eval.runtime.request import Detokenizer

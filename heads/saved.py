@@ -9,6 +9,7 @@ A save is complete or absent: the new folder is written beside the old one, and 
 
 import json
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
@@ -20,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.utils.hub import cached_file
 
+from heads.core.contract import DraftHead
 from heads.core.errors import UserError, first_line, warn_once
 from heads.core.files import file_hash, is_full_disk, whole_folder
 from heads.core.serve_commands import Setting
@@ -70,7 +72,7 @@ def save_head(
     folder: str | Path,
     *,
     target: dict[str, object],
-    provenance: dict[str, Any] | None = None,
+    provenance: Mapping[str, object] | None = None,
     dtype: torch.dtype | None = None,
 ) -> None:
     """Write a head into `folder`, replacing what is there. `target` is the `target_record` of its target. `dtype`: of
@@ -255,7 +257,7 @@ def check_loaders(path: str | Path, setting: Setting | None = None) -> list[Verd
     )
 
 
-def check_unsaved(head: Any, target: FrozenTarget) -> list[Verdict]:
+def check_unsaved(head: DraftHead, target: FrozenTarget) -> list[Verdict]:
     """Return what engines and other readers would make of a head, if it were saved. Its tensors need no values."""
     kind, record = kind_of(head), target_record(target)
     form = HEADS[kind].format

@@ -19,7 +19,7 @@ import io
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -30,6 +30,7 @@ from heads.core.strict_settings import Count
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from heads.methods.mtp import Mtp
 SHARES = (16, 8, 4, 2)
 """Default sizes: these fractions of the target's vocabulary."""
 
@@ -95,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if results.is_exact else 1
 
 
-def over(head: Any, ids: "Tensor") -> Any:
+def over(head: "Mtp", ids: "Tensor") -> "Mtp":
     """Return an MTP head with the same modules that drafts the tokens `ids` (Vd,), which are ascending."""
     twin = copy.copy(head)
     twin.config = head.config.model_copy(update={"draft_vocab_size": len(ids)})

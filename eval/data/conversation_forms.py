@@ -375,7 +375,7 @@ def _read_calls(place: str, text: object) -> list[object]:
     return [{"type": "function", "function": call} for call in calls]
 
 
-def _text(place: str, value: Any) -> str:
+def _text(place: str, value: object) -> str:
     """Return a text, the text of content parts, or JSON objects as text. RecordError for what is none of them."""
     if isinstance(value, str):
         return value

@@ -237,7 +237,7 @@ def _read_rows(called: str, of: str, remedy: str, load: str, /, **arguments: obj
         raise UserError(f"{called}: no data set that can be loaded{of} ({_reason(error)}{where}); {remedy}") from None
 
 
-def _without_nulls(value: object) -> Any:
+def _without_nulls(value: object) -> object:
     """Return a value of a table without the nulls of its structs: a column has one type for all rows, so that each
     struct has the keys of all others. NaN stands for null, too."""
     if isinstance(value, dict):

@@ -41,7 +41,7 @@ def copy_bandwidth(engine: Engine) -> float:
     return 2 * len(source) / best_seconds(engine, lambda: target.copy_(source))
 
 
-def best_seconds(engine: Engine, work: Callable[[], Any]) -> float:
+def best_seconds(engine: Engine, work: Callable[[], object]) -> float:
     """Return the seconds of `work`, run several times without a pause. The state of the rows is restored."""
     best = float("inf")
     count = ROUNDS[engine.target.device.type]

@@ -26,6 +26,7 @@ from eval.records.result_folders import RESULTS, folders_of, newest_results
 from eval.records.results import as_record, plain, read_log
 from eval.records.schema import Results, Target
 from eval.servers.gguf_conversion import Q8_0, check_gguf, convert
+from heads.core.contract import DraftHead
 from heads.core.engines import ALL_ENGINES, LLAMACPP
 from heads.core.errors import UserError
 from heads.core.serve_commands import gguf_name
@@ -135,7 +136,7 @@ def collect(
     return Publication(files, card, record["kind"], base, licensed.get("license"), place)
 
 
-def write_gguf(file: Path, folder: Path, head: Any, record: dict[str, Any], verdicts: Sequence[Verdict]) -> None:
+def write_gguf(file: Path, folder: Path, head: DraftHead, record: dict[str, Any], verdicts: Sequence[Verdict]) -> None:
     """Write a head as a GGUF file in 8 bits, with the tokenizer of its target, and read it back. UserError if llama.cpp
     does not serve it."""
     verdict = next(verdict for verdict in verdicts if verdict.reader == LLAMACPP)

@@ -5,7 +5,6 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import CommitOperationAdd, HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
@@ -66,7 +65,7 @@ def hub_rights(base: str) -> dict[str, str]:
     if not base or not token:
         return {}
     try:
-        data: Any = HfApi(token=token).model_info(base).card_data
+        data = HfApi(token=token).model_info(base).card_data
     except (HfHubHTTPError, NetworkError, OSError):
         return {}
     return {key: value for key in RIGHTS if data is not None and isinstance(value := data.get(key), str)}

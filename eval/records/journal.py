@@ -3,7 +3,7 @@ on."""
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
@@ -57,7 +57,7 @@ class Journal:
         self._file.flush()
 
 
-def _line(record: dict[str, object]) -> str:
+def _line(record: Mapping[str, object]) -> str:
     return json.dumps(record, default=str) + "\n"
 
 
@@ -65,7 +65,7 @@ def _name(part: str, place: tuple[object, ...]) -> str:
     return "/".join([part, *map(str, place)])
 
 
-def holds(folder: Path, about: dict[str, Any]) -> bool:
+def holds(folder: Path, about: Mapping[str, object]) -> bool:
     """Return True if a folder holds the journal of such a measurement, which no process writes now."""
     with suppress(OSError, ValueError), (folder / UNFINISHED).open(encoding="utf-8") as file:
         return file.readline() == _line(about) and lock(file.fileno()) is not False
@@ -73,7 +73,7 @@ def holds(folder: Path, about: dict[str, Any]) -> bool:
 
 
 @contextmanager
-def keep_journal(folder: Path, about: dict[str, Any]) -> Iterator[Journal]:
+def keep_journal(folder: Path, about: Mapping[str, object]) -> Iterator[Journal]:
     """Yield the journal in a folder: that of an interrupted measurement about the same, or a new one. It is deleted
     when the measurement is complete."""
     path = folder / UNFINISHED

@@ -4,8 +4,6 @@ A GPU refuses an allocation that does not fit. On a CPU the operating system gra
 memory is used.
 """
 
-from typing import Any
-
 from heads.core.errors import UserError
 from heads.core.host_memory import free_memory
 from heads.kernels.slots import round_up
@@ -24,7 +22,7 @@ def check_memory(target: FrozenTarget, batch_size: int, capacity: int, *, nodes:
     Counted are the caches and the widest tensors of a round. A draft's cache counts as two of the target's layers. A
     recurrent layer keeps a state after each node.
     """
-    config: Any = target.config
+    config = target.config
     size = target.dtype.itemsize
     slots = round_up(capacity)
     queries = layer_setting(config, "num_attention_heads")

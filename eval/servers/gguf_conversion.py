@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from eval.servers.engine_process import need_python, run_inside
+from heads.core.contract import DraftHead
 from heads.core.engines import LLAMACPP
 from heads.core.errors import UserError
 from heads.core.serve_commands import Setting
@@ -56,7 +57,7 @@ def convert(folder: str, file: Path, *, target: str | None = None, dtype: str = 
     return "unknown tokenizer" not in said
 
 
-def check_gguf(file: Path, head: Any, kind: str) -> None:
+def check_gguf(file: Path, head: DraftHead, kind: str) -> None:
     """Raise UserError unless a GGUF file holds a head: its layers of the target, its options, and every value, in
     float32 or as llama.cpp rounds it. Of a draft model, whose values the converter may change, only their number is
     compared."""

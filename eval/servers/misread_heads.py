@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from eval.servers.rounded_target import round_block
-from heads.blocks.backbone import DraftBlockHead
+from heads.blocks.backbone import BlockState, DraftBlockHead
 from heads.core.contract import Drafter
 from heads.parts.head_shape import low_middle_high
 from heads.registry import HEADS, kind_of
@@ -132,7 +132,7 @@ class Misreadings:
         head: Any = self.variant({})()
         extend = head.extend
 
-        def changed(state: Any, observation: object) -> None:
+        def changed(state: BlockState, observation: object) -> None:
             attentions = [layer.self_attn for layer in state.head.layers]
             norms = [attention.k_norm for attention in attentions]
             for attention in attentions:

@@ -96,7 +96,7 @@ class DraftBlockHead(nn.Module, DraftHead):
     training_settings = frozenset({"num_anchors", "gamma", "weights"})
     """Settings that affect only the training."""
 
-    def __init__(self, config: Any, draft_to_target: Tensor | None = None) -> None:
+    def __init__(self, config: DraftBlockConfig, draft_to_target: Tensor | None = None) -> None:
         """draft_to_target (Vd,) int64: the target ids of a draft vocabulary, ascending."""
         super().__init__()
         D = config.hidden_size
@@ -134,7 +134,7 @@ class DraftBlockHead(nn.Module, DraftHead):
         return head
 
     @classmethod
-    def from_checkpoint(cls, config: dict[str, Any], weights: dict[str, Tensor]) -> Self:
+    def from_checkpoint(cls, config: dict[str, object], weights: dict[str, Tensor]) -> Self:
         checked = cls.Config.from_plain(config, SAVED)
         vocab = None
         if checked.draft_vocab_size is not None:

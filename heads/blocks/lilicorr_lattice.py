@@ -6,13 +6,16 @@ the vectors.
 """
 
 from collections import OrderedDict
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, normalize, scaled_dot_product_attention, silu
 
 from heads.parts.layers import RMSNorm
+
+if TYPE_CHECKING:
+    from heads.blocks.lilicorr import LiLiCorrConfig
 
 STEADY = 4.0
 """Size of what a new lattice is meant to compute, compared with what is random in it."""
@@ -48,7 +51,7 @@ class LatticeAttention(nn.Module):
 class LatticeLayer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: "LiLiCorrConfig") -> None:
         super().__init__()
         h = config.lattice_width
         self.attn_norm, self.mlp_norm = (RMSNorm(h, config.rms_norm_eps) for _ in range(2))
@@ -65,7 +68,7 @@ class Lattice(nn.Module):
 
     tables = ("relative_slot_bias",)
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: "LiLiCorrConfig") -> None:
         super().__init__()
         D = config.hidden_size
         h = config.lattice_width

@@ -143,7 +143,7 @@ def has_scale(fields: Mapping[str, Any], target: FrozenTarget) -> bool:
     return isclose(fields.get(EMBEDDING_SCALE, 1.0), scale, rel_tol=0.005)
 
 
-def sliding_layers(fields: Mapping[str, Any], qwen: Any, causal: bool | None) -> dict[str, Any]:
+def sliding_layers(fields: Mapping[str, object], qwen: Any, causal: bool | None) -> dict[str, object]:
     """Return the settings of sliding layers; none if no layer slides. `causal`: the config's value for all layers, or
     None. As in vLLM, `use_swa` alone makes all layers slide."""
     types = list(getattr(qwen, "layer_types", None) or [FULL] * qwen.num_hidden_layers)

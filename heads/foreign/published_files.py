@@ -56,7 +56,7 @@ class Reading:
 
     form: str
     """Form in which the head was saved."""
-    config: dict[str, Any]
+    config: dict[str, object]
     """Config of the head, without the fields that have a default."""
     weights: dict[str, Tensor]
     """Tensors as the head's `to_checkpoint` returns them."""

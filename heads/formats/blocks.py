@@ -76,7 +76,7 @@ def engine_config(config: DraftBlockConfig, target: Mapping[str, object], dtype:
     if not config.spare_rows:
         causality = {} if config.sliding_causal else {"is_causal": False}
         return {**decoder, **causality, **inputs, **own}
-    nested: dict[str, Any] = {**inputs, **(own if form.nested else {})}
+    nested: dict[str, object] = {**inputs, **(own if form.nested else {})}
     # If only sliding layers are causal within a block, engines infer it from the types of layers.
     if not (SLIDING in config.kinds and config.sliding_causal and not config.is_causal):
         decoder["is_causal"] = nested["causal"] = config.is_causal

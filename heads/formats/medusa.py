@@ -75,7 +75,7 @@ def read_medusa(source: Source, target: FrozenTarget) -> Reading | None:
             differs = []
     if fields.get("medusa_num_heads", depth) != depth:
         differs.append(f"{MEDUSA} drafts with {fields['medusa_num_heads']} of the {depth} heads, by medusa_num_heads")
-    config = {
+    config: dict[str, object] = {
         "hidden_size": target.hidden_size,
         "vocab_size": target.vocab_size,
         "draft_vocab_size": target.vocab_size if token_map is None else len(token_map),

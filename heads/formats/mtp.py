@@ -29,7 +29,7 @@ CACHED = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/")
 """Part of the path of a model in the Hub's cache, with owner and name."""
 
 
-def mtp_engine_config(config: Any, target: dict[str, Any], dtype: str) -> dict[str, object]:
+def mtp_engine_config(config: object, target: dict[str, Any], dtype: str) -> dict[str, object]:
     """Return config.json: the target's own, from `heads.saved.target_record`. Engines find the modules' class with
     it.
 

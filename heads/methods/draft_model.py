@@ -117,9 +117,8 @@ class Draft(nn.Module, DraftHead):
     def __init__(self, config: DraftConfig, model: PreTrainedModel) -> None:
         super().__init__()
         check_takes_back(model)
-        untyped: Any = model
         self.config = config
-        self.model = untyped.eval()  # without dropout, in training as in drafting
+        self.model = model.eval()  # without dropout, in training as in drafting
 
     @classmethod
     def for_target(cls, settings: DraftSettings, target: FrozenTarget, token_counts: Tensor) -> "Draft":

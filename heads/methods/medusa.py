@@ -95,7 +95,7 @@ class MedusaState:
     root: Tensor  # (B,) int64
     length: Tensor  # (B,) int64, the root's position
     hidden: Tensor  # (B, D), the target's state before the root
-    levels: list[Any]
+    levels: list[nn.Module]
     """For each depth, the head with products in place of linear layers: (B, D) -> logits (B, Vd)."""
 
 

@@ -119,7 +119,7 @@ def read_native(
     Copies of the target's embeddings and output head in a module must be equal to them, and are left out. Raises
     UserError if there is no module, if there are fewer than the config says, or if one is quantised.
     """
-    config: Any = target.config
+    config = target.config
     layers: int = config.num_hidden_layers
     layout, count = find_modules(names, layers)
     if count == 0:

@@ -144,7 +144,7 @@ class Recycling(nn.Module, DraftHead):
         state = self.start(batch.aux_hidden_states, batch.hidden)
         shared = self.shared_layers(batch.shared)
         embeddings = batch.embeddings if shared is batch.shared else shared.embed_tokens(batch.tokens)
-        step: Callable[..., Any] = self.step_of_slots
+        step: Callable[..., tuple[Tensor, ...]] = self.step_of_slots
         if torch.is_grad_enabled() and self.recomputes(state, depth):
             step = partial(checkpoint, self.step_of_slots, use_reentrant=False, preserve_rng_state=False)
         normed = []

@@ -35,7 +35,7 @@ class LookupFirst(Drafter):
 
     skips = True
 
-    def __init__(self, match: int, head: Any, device: torch.device | str = "cpu") -> None:
+    def __init__(self, match: int, head: Drafter, device: torch.device | str = "cpu") -> None:
         """`match`: number M of tokens of the shortest match after which the lookup drafts."""
         self.match = match
         self.head = head
@@ -49,8 +49,7 @@ class LookupFirst(Drafter):
 
     @property
     def positions(self) -> int | None:
-        positions: int | None = self.head.positions
-        return positions
+        return self.head.positions
 
     def check_draft(self, shape: TreeShape) -> None:
         self.lookup.check_draft(shape)

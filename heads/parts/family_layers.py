@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AutoConfig, AutoModel
+from transformers import AttentionInterface, AutoConfig, AutoModel, PreTrainedConfig
 
 from heads.core.errors import UserError
 from heads.kernels.product import Product
@@ -50,7 +50,7 @@ def _attention(
 AttentionInterface.register(ATTENTION, _attention)
 
 
-def block_record(config: Any, count: int) -> dict[str, object]:
+def block_record(config: PreTrainedConfig, count: int) -> dict[str, object]:
     """Return the settings of `count` full-attention layers of the same kind as the last layer of a Hugging Face
     `config`, in JSON types, without the target's number of layers and vocabulary."""
     record: dict[str, Any] = json.loads(json.dumps(config.to_dict()))

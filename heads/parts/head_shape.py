@@ -152,7 +152,7 @@ def unused_id(tokenizer: PreTrainedTokenizerBase, embeddings: int) -> int | None
     used = {tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id}
     if free := sorted(set(reserved) - used):
         return free[0]
-    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
     of_bytes = backend is not None and "ByteLevel" in str(backend.pre_tokenizer)
     last: int | None = None if tokenizer.unk_token_id in used else tokenizer.unk_token_id
     return next((vocabulary[token] for token in NO_TEXT[of_bytes] if token in vocabulary), last)

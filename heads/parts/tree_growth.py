@@ -18,7 +18,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import groupby
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -197,7 +196,7 @@ def _static_tree(paths: tuple[tuple[int, ...], ...], device: torch.device) -> St
     levels = []
     above: list[tuple[int, ...]] = [()]  # the nodes expanded at the level above
 
-    def tensor(values: list[Any], *shape: int) -> Tensor:
+    def tensor(values: list[int], *shape: int) -> Tensor:
         with torch.inference_mode(False):
             return torch.tensor(values, dtype=torch.int64, device=device).view(shape)
 

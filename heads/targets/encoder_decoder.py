@@ -44,13 +44,13 @@ class EncoderDecoder(nn.Module):
 
     def __init__(self, model: PreTrainedModel, name: str) -> None:
         super().__init__()
-        config: Any = model.config
+        config = model.config
         if config.model_type not in FAMILIES:
             raise UserError(
                 f"{name}: encoder-decoder targets here are {' or '.join(FAMILIES)}, got {config.model_type}; "
                 "use one of these, or a causal language model"
             )
-        start: Any = getattr(config, "decoder_start_token_id", None)
+        start: int | None = getattr(config, "decoder_start_token_id", None)
         if start is None and model.generation_config is not None:
             start = model.generation_config.decoder_start_token_id
         if start is None:

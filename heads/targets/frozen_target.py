@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from heads.core.contract import SharedLayers
@@ -62,7 +62,7 @@ class LanguageModel:
         self.config = config
         self.name = name
         self.num_layers = len(base.layers) if isinstance(base, EncoderDecoder) else int(config.num_hidden_layers)
-        decoder: Any = base.decoder if isinstance(base, EncoderDecoder) else base
+        decoder = base.decoder if isinstance(base, EncoderDecoder) else base
         self.layers = find_layers(decoder, self.num_layers, name)
         self.is_recurrent = bool(find_mixers(self.layers))
         """True if any layer is recurrent. Such a model reads one document per row and verifies only chains."""
@@ -129,12 +129,12 @@ class LanguageModel:
     def _aux(self, k: int, caught: dict[int, Tensor]) -> torch.utils.hooks.RemovableHandle:
         if k == self.num_layers:
 
-            def after(_: nn.Module, __: object, output: Any) -> None:
+            def after(_: nn.Module, __: object, output: Tensor | tuple[Tensor, ...]) -> None:
                 caught[k] = output[0] if isinstance(output, tuple) else output
 
             return self.layers[-1].register_forward_hook(after)
 
-        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def before(_: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
             caught[k] = args[0] if args else kwargs["hidden_states"]
 
         return self.layers[k].register_forward_pre_hook(before, with_kwargs=True)
@@ -144,7 +144,7 @@ class LanguageModel:
 class Opening:
     """How a target was opened, and what its files say beside the model."""
 
-    checkpoint_config: object = None
+    checkpoint_config: PreTrainedConfig | None = None
     """Config of the whole checkpoint; None: the model's. In a multimodal checkpoint, the language model is only a
     part."""
     trust_remote_code: bool = False
@@ -353,7 +353,7 @@ def why_not_finite(model: PreTrainedModel, layers: nn.ModuleList, arguments: dic
     """Return the end of an error message for a model whose output for `arguments` is not finite."""
     finite = [True] * len(layers)
 
-    def look(number: int, output: Any) -> None:
+    def look(number: int, output: Tensor | tuple[Tensor, ...]) -> None:
         hidden = output[0] if isinstance(output, tuple) else output
         finite[number] = bool(hidden.isfinite().all())
 

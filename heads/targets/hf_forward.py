@@ -69,7 +69,7 @@ def decode_tree(
 ) -> Tensor:
     """Return what `decode` returns, with the kernel's attention: each token sees its `visible_slots`."""
 
-    def mask(window: int | None) -> Any:
+    def mask(window: int | None) -> object:
         carrier: Any = positions.new_zeros(1, 1, 1, 1)
         carrier.visible_slots = visible_slots
         carrier.window = window
@@ -81,7 +81,7 @@ def decode_tree(
 
 def decode_packed(
     base: nn.Module,
-    config: Any,
+    config: object,
     dtype: torch.dtype,
     tokens: Tensor,
     *,

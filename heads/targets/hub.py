@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from heads.core.errors import UserError, first_line
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
 INDEX = "model.safetensors.index.json"
@@ -153,10 +154,10 @@ def tensor_files(path: str, names: Iterable[str] = ("model.safetensors",)) -> di
     return out
 
 
-def read_tensors(files: Mapping[str, Path], names: Iterable[str]) -> dict[str, Any]:
+def read_tensors(files: Mapping[str, Path], names: Iterable[str]) -> dict[str, "Tensor"]:
     from safetensors import safe_open
 
-    out: dict[str, object] = {}
+    out: dict[str, Tensor] = {}
     for file in sorted({files[name] for name in names}):
         with safe_open(file, framework="pt") as opened:
             out |= {name: opened.get_tensor(name) for name in names if files[name] == file}

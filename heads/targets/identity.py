@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from heads.core.errors import shown
 
@@ -45,7 +45,7 @@ def fingerprint(model: PreTrainedModel) -> str:
     return digest.hexdigest()[:16]
 
 
-def forward_settings(config: Any) -> dict[str, object]:
+def forward_settings(config: PreTrainedConfig) -> dict[str, object]:
     """Return the fields of a model's config that change its forward pass, where they differ from the defaults of the
     config's class, in one spelling."""
     if not config.is_encoder_decoder:  # of a multimodal model, the language model alone

@@ -100,7 +100,7 @@ def open_target(
     try:
         repo, how["revision"] = repo_and_revision(path)
         with without_adapters():
-            loaded: Any = auto_class(config).from_pretrained(repo, config=config, **how)
+            loaded = auto_class(config).from_pretrained(repo, config=config, **how)
     except Exception as error:  # transformers, safetensors and torch raise many kinds of errors
         if is_adapter(path):
             raise UserError(f"{path}: {ADAPTER_ALONE}") from error
@@ -218,7 +218,7 @@ def break_tie(model: PreTrainedModel, whole: PreTrainedConfig, path: str) -> boo
     return is_said
 
 
-def auto_class(config: Any) -> Any:
+def auto_class(config: PreTrainedConfig) -> Any:
     """Return the transformers class that loads a language model of this config. Some multimodal models have only a
     class for text and images, and none for text alone."""
     if config.is_encoder_decoder:

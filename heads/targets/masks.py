@@ -5,7 +5,7 @@ Letters: B batch, T tokens, N queries, S key slots.
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from heads.targets.families import RECURRENT_LAYERS
 
+T = TypeVar("T")
 TILE = 128
 """Number of queries, and of keys, in a tile of FlexAttention."""
 SHAPES = 64
@@ -75,7 +76,7 @@ def compiled_flex_attention() -> Callable[..., object]:
 
 def attention_masks(
     config: object, dtype: torch.dtype, visible: Tensor, positions: Tensor, key_positions: Tensor
-) -> Tensor | dict[str, object]:
+) -> Tensor | dict[str, Tensor | None]:
     """Return the mask in the form that the family's decoder passes to its layers unchanged. Arguments as in
     `FrozenTarget.features`."""
 
@@ -84,11 +85,10 @@ def attention_masks(
             return additive(visible, dtype)
         return additive(visible & (positions[:, :, None] - key_positions[:, None, :] < window), dtype)
 
-    masks: Tensor | dict[str, object] = masks_by_kind(config, mask)
-    return masks
+    return masks_by_kind(config, mask)
 
 
-def masks_by_kind(config: object, mask: Callable[[int | None], object]) -> Any:
+def masks_by_kind(config: object, mask: Callable[[int | None], T]) -> T | dict[str, T | None]:
     """Return the mask argument of a family's decoder. `mask` makes the mask of a sliding window, or of None.
 
     Decoders take one mask for all layers, or a dict if they have several kinds of layers. `layer_types` lists the

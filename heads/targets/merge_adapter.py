@@ -20,7 +20,7 @@ WHOLE = (".weight", ".modules_to_save.weight", ".base_layer.weight")
 """Names of a whole table, not of a change of it."""
 
 
-def fit_rows(model: PreTrainedModel, path: str, adapter: str, settings: Any) -> None:
+def fit_rows(model: PreTrainedModel, path: str, adapter: str, settings: object) -> None:
     """Give the model at `path` as many rows for tokens as the tables in an adapter have. UserError if the adapter lacks
     one of the two tables, or all but some rows of it: the other new rows would be random. `settings`: the adapter's."""
     untyped: Any = model

@@ -242,7 +242,7 @@ class Stack:
     embedding: Tensor  # (V, D)
     layers: list[Layer]
     norm: Norm
-    rotary: Any
+    rotary: nn.Module
     """The model's own rotary embedding module, with any scaling that it has."""
     output: Product | None
     """The output head if it is a plain product, else None."""
@@ -256,7 +256,7 @@ class Stack:
         return torch.cat([cos, cos], dim=-1)[:, None], torch.cat([-sin, sin], dim=-1)[:, None]
 
 
-_stacks: "WeakKeyDictionary[Any, tuple[object, Stack]]" = WeakKeyDictionary()
+_stacks: "WeakKeyDictionary[LanguageModel, tuple[object, Stack]]" = WeakKeyDictionary()
 
 
 def why_not_native(model: LanguageModel) -> str | None:

@@ -43,7 +43,7 @@ class Stepwise:
         return torch.cat(outputs, dim=1)
 
 
-def state_name(module: Any) -> str | None:
+def state_name(module: nn.Module) -> str | None:
     """Return the name of a module's argument for a recurrent state; None if it has none. From transformers 5.24 on,
     attention layers have an argument of the same name, but no convolutions."""
     if isinstance(module.forward, Stepwise):

@@ -40,7 +40,7 @@ def load_shape(
     stored = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None) or torch.float32
     try:
         with torch.device("meta"):
-            model: Any = auto_class(config).from_config(
+            model: PreTrainedModel = auto_class(config).from_config(
                 config, dtype=dtype or stored, trust_remote_code=trust_remote_code
             )
     except Exception as error:  # each family's config and class raise their own errors

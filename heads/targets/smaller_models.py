@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from heads.core.errors import UserError, first_line, warn_once
 from heads.targets.frozen_target import FrozenTarget
@@ -193,6 +193,6 @@ def _own_config(target: FrozenTarget) -> Any:
     return copy.deepcopy(target.config)
 
 
-def _from_config(config: object) -> PreTrainedModel:
+def _from_config(config: PreTrainedConfig) -> PreTrainedModel:
     model: PreTrainedModel = auto_class(config).from_config(config, dtype=torch.float32)
     return model

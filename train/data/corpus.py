@@ -58,7 +58,7 @@ class Document:
     """What is worth saying of the record or of its answers, in general words, a line each, in its last document."""
 
     @classmethod
-    def of(cls, ids: Sequence[int], labels: ArrayLike, **more: Any) -> Self:
+    def of(cls, ids: Sequence[int], labels: ArrayLike, **more: str) -> Self:
         return cls(np.array(ids, dtype=np.int32), np.array(labels, dtype=np.bool_), **more)
 
 

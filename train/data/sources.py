@@ -192,7 +192,7 @@ class ChatSource(RecordSource):
     before one of its first answers are skipped. Null: none."""
 
     @cached_property
-    def _held_out_turns(self) -> set[Any]:
+    def _held_out_turns(self) -> set[tuple[str, ...] | None]:
         """The first turns of the conversations that are held out."""
         return set() if self.held_out is None else {*map(first_turns, read_records(self.held_out))} - {None}
 

@@ -26,6 +26,7 @@ from train.data.data_settings import Answers, Data
 from train.data.dialogues import first_turns
 from train.data.sources import ChatSource
 from train.plan.survey import MIN_HELD_OUT, Survey, Turns, check_survey, read_conversations
+from train.recipe.head_section import HeadSection
 from train.recipe.recipe import KINDS, OWN, Recipe, check_kind, checked, dump_recipe
 
 if TYPE_CHECKING:
@@ -222,7 +223,7 @@ def fill_template(source: Source, first: Recipe) -> "ChatTemplate":
 def most_lengths(data: Data, positions: int, size: Size) -> Lengths:
     """Return the lengths that a target with so many positions and the device allow. UserError if an answer leaves no
     room for a prompt."""
-    given: Any = data.regenerate or Answers()
+    given = data.regenerate or Answers()
     row = data.context_length if "context_length" in data.model_fields_set else positions
     answer = given.new_tokens if "new_tokens" in given.model_fields_set else min(size.new_tokens, row // 2)
     if answer >= row:
@@ -234,7 +235,7 @@ def most_lengths(data: Data, positions: int, size: Size) -> Lengths:
 
 def fitting_lengths(data: Data, survey: Survey, most: Lengths) -> Lengths:
     """Return lengths that are not larger than the conversations need."""
-    given: Any = data.regenerate or Answers()
+    given = data.regenerate or Answers()
     prompt = most.prompt
     if "prompt_tokens" not in given.model_fields_set and 10 * survey.with_turns < survey.records:
         longest = max(survey.lengths.values())
@@ -333,7 +334,7 @@ def head_settings(head: Any, layers: int, vocabulary: int, context: int) -> dict
     return settings
 
 
-def served_form(head: Any, config: Any) -> dict[str, object]:
+def served_form(head: HeadSection, config: Any) -> dict[str, object]:
     """Return the engines that a head is for, by default all that serve EAGLE-3 heads of the target, and the settings
     that these read. Print the choice in one line."""
     from heads.formats.eagle3 import READERS as EAGLE3_READERS

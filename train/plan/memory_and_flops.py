@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -99,7 +100,7 @@ class Plan:
         with Shapes():
             files = settings.model_dump(include={"trust_remote_code", "gguf_file"})
             target = load_shape(settings.path, dtype=dtype, **files)
-            self.head: Any = make_head(section, target, torch.zeros(target.vocab_size, dtype=torch.int64))
+            self.head = make_head(section, target, torch.zeros(target.vocab_size, dtype=torch.int64))
             weights: dict[str, Tensor] = self.head.to_checkpoint()
             self.verdicts = check_unsaved(self.head, target)
             """What engines will make of the head."""
@@ -259,7 +260,7 @@ class Shapes(TorchDispatchMode):
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, object] | None = None
+        self, func: OpOverload, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
     ) -> object:
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]

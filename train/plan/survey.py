@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from eval.core.command_line import print_line
 from eval.core.progress import Progress
 from eval.data.conversation_forms import ARGUMENTS
-from eval.data.data_files import RecordError
+from eval.data.data_files import Record, RecordError
 from heads.core.errors import UserError
 from train.data.corpus import TOO_LONG, Tally
 from train.data.dialogues import ASKED, first_turns, read_asked
@@ -61,7 +61,7 @@ class Survey:
     tallies: list[Tally] = field(default_factory=list)
     """The records of each source, and those that are skipped."""
 
-    def add(self, record: Any, length: int, notes: str) -> None:
+    def add(self, record: Record, length: int, notes: str) -> None:
         """Add a record whose first prompt has `length` tokens."""
         turns = first_turns(record)
         chat = read_asked(record)

@@ -39,10 +39,10 @@ SECTIONS: dict[str, object] = {
     for kind, method in METHODS.items()
 }
 AnyHead: Any = Annotated[Union[tuple(SECTIONS.values())], Field(discriminator="kind")]  # noqa: UP007 - from a tuple
-NOT_METHOD = HeadSection.model_fields.keys()
+NOT_METHOD = set(HeadSection.model_fields)
 
 
-def make_head(section: Any, target: "FrozenTarget", token_counts: "Tensor") -> Any:
+def make_head(section: HeadSection, target: "FrozenTarget", token_counts: "Tensor") -> Any:
     """Return a new head built from a recipe's section, or one with the weights of the head that `init_from` names."""
     from heads.formats.engine_folder import why_unfit  # imports torch, which the schema does not need
     from heads.published import start_from
@@ -59,7 +59,7 @@ def make_head(section: Any, target: "FrozenTarget", token_counts: "Tensor") -> A
     return head
 
 
-def resolved_head(section: Any, config: Settings) -> object:
+def resolved_head(section: HeadSection, config: Settings) -> object:
     """Return a recipe's section with the values that the config of its head has in place of nulls."""
     values = config.model_dump(mode="json", include=type(section).model_fields.keys() - NOT_METHOD)
     return type(section).from_plain(section.model_dump(mode="json", include=NOT_METHOD) | values)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import pydantic
 import torch
@@ -222,6 +222,6 @@ def read_state(path: Path) -> RunState:
     measured.json, the measurement at its step is still to be made."""
     state = pydantic.TypeAdapter(RunState).validate_json((path / STATE).read_bytes())
     with suppress(OSError, ValueError, TypeError, LookupError, RecursionError):
-        measured: Any = json.loads((path / "measured.json").read_bytes())
+        measured = json.loads((path / "measured.json").read_bytes())
         return replace(state, **{name: measured[name] for name in MEASURED})
     return state

@@ -121,7 +121,7 @@ class RunFolder:
             return None
         return steps if isinstance(steps, int) else None
 
-    def check_recipe(self, record: dict[str, Any]) -> None:
+    def check_recipe(self, record: dict[str, object]) -> None:
         """Raise UserError if the folder holds a run with checkpoints and other settings than `record`, a recipe's plain
         settings. The error names the differences."""
         if not self.recipe.is_file():

@@ -16,7 +16,7 @@ from heads.core.errors import UserError
 def add_adapters(head: DraftHead) -> None:
     """Add adapters, which change nothing yet, to a head with `lora` settings. Freeze its other parameters. UserError
     for a name in `head.lora.modules` that fits no linear layer."""
-    model: Any = head.language_model
+    model = head.language_model
     if model is None or (settings := head.config.lora) is None:
         return
     from peft import LoraConfig, inject_adapter_in_model

@@ -81,7 +81,7 @@ class Muon(torch.optim.AdamW):
     each of its parameters, which are orthogonalised one by one.
     """
 
-    def __init__(self, params: Any, *, products: torch.dtype = torch.float32) -> None:
+    def __init__(self, params: list[dict[str, object]], *, products: torch.dtype = torch.float32) -> None:
         """`params`: groups, each with its `lr` and `weight_decay`."""
         super().__init__(params)
         self.products = products

@@ -54,7 +54,7 @@ def test_the_head_drafts_only_in_rounds_that_need_it(skips: bool, monkeypatch: p
         ran.append(1)
         return propose(*given)
 
-    head.head.propose = noted
+    monkeypatch.setattr(head.head, "propose", noted)
     requests = [Request([5, 6, 7, 5, 6], 20, ignore_eos=True), Request([9, 8, 9, 8], 9, ignore_eos=True)]
     engine = open_engine(target, head, "chain:3", batch_size=2, max_length=64)
     outputs = engine.generate(requests)
