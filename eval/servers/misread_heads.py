@@ -85,8 +85,8 @@ class Misreadings:
                 both = self.variant({"aux_layer_ids": other, **drops}, names)
                 yield Cause(f"{words}, and {' and '.join(drops)} dropped", "the engine", both)
         if isinstance(head, DraftBlockHead):
-            changed = self.variant({"causal": not head.config.causal})
-            yield Cause("causal was misread", "the conversion", changed)
+            if (causal := getattr(head.config, "causal", None)) is not None:
+                yield Cause("causal was misread", "the conversion", self.variant({"causal": not causal}))
             yield Cause("the first layer's norm of keys is applied in every layer", "the engine", self.one_norm_of_keys)
         if self.engine == "llama.cpp":
             yield Cause("its weights are in 8 bits (Q8_0)", "the conversion", self.in_8_bits)

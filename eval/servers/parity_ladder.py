@@ -58,6 +58,8 @@ SHARED = 0.95
 """A precision is the engine's if it leaves less than this fraction of the differences: any other would add to them."""
 REPRODUCED = 0.3
 """A cause is the engine's if it leaves at most this fraction of the differences in counts."""
+FITTED = 0.05
+"""The same for a cause with a number that was chosen by the counts."""
 FOREIGN = 2.0
 """An engine whose choices are less likely than this, in nats, by the median, runs another model."""
 
@@ -283,7 +285,7 @@ def find_cause(ladder: Ladder, own: Run, fault: str | None) -> str:
                 break
         if least and ladder.engine == "llama.cpp" and ladder.target.device.type == "cpu":
             name, run = ladder.run_where_unsure(base)
-            if ladder.distance(run) < min(least, REPRODUCED * distance):
+            if ladder.distance(run) < min(least, FITTED * distance):
                 least = ladder.distance(run)
                 named = (Cause(name, "the engine"), run)
     there = "as in the engine" if least == ladder.other_texts(base) == 0 else f"{theirs:.2f} in the engine"

@@ -136,8 +136,8 @@ def test_the_bound_at_which_a_server_ends_drafts_is_named(
     words = [str(once("printed-heads", make_heads) / "llama.cpp/eagle3"), "--target", str(TARGET), *PROMPTS]
     assert bench.main([*words, *HERE, "--out", str(tmp_path / "here")]) == 0
     command = serve_command(read_results(tmp_path / "here/audit.json"))
-    with typed(f"{command} --spec-draft-p-min 0.7", tmp_path) as url:
+    assert command is not None
+    with typed(command.replace("llama-server ", "llama-server --spec-draft-p-min 0.3 "), tmp_path) as url:
         status = parity.main([*words, "--engine", "llama.cpp", "--server", url, "--out", str(tmp_path / "there")])
     answer = json.loads((tmp_path / "there/parity.json").read_text())["answer"]
-    assert status == 1 and "its drafts end before a token less likely than about 0.7 (--spec-draft-p-min)" in answer
-    assert answer.endswith("as in the engine")
+    assert status == 1 and "its drafts end before a token less likely than about 0.3 (--spec-draft-p-min)" in answer

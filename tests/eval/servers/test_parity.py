@@ -152,6 +152,15 @@ def test_a_draft_token_that_is_as_likely_as_another_is_called_rounding(target: F
     assert conclude(target, head, theirs).startswith("rounding: another order of its sums")
 
 
+def test_every_cause_is_tried_of_every_kind_of_head(target: FrozenTarget) -> None:
+    strange = EngineAnswer([], 1, 1, 1, [0, 0, 1])
+    for kind, settings in (("dspark", {"block_size": 4, "markov_rank": 6}), ("draft", {"layers": [0, 7]})):
+        head: Any = build_head(kind, settings, target, torch.ones(target.vocab_size)).float().eval()
+        whole = replace(ladder(target, head, answers=[strange]), new_tokens=8)
+        strange.tokens = whole.run().texts[0]
+        assert "no known behaviour" in climb(whole)[1]
+
+
 def test_an_equal_engine_is_the_heads_own_figure_and_an_unknown_one_is_called_so(target: FrozenTarget) -> None:
     head = eagle3(target)
     run = ladder(target, head).run()
