@@ -39,7 +39,7 @@ from eval.servers.rounded_target import (
     precisions,
     round_cache,
 )
-from eval.servers.unsure_drafts import find_bound, note_drafts
+from eval.servers.unsure_drafts import OTHERWISE, find_bound, note_drafts
 from heads.core.contract import Drafter
 from heads.core.errors import UserError, first_line
 from heads.core.tree import parse_shape
@@ -100,6 +100,12 @@ class Ladder:
         counting = COUNTING.get(f"{self.engine} {kind_of(self.head)}", COUNTING[self.engine])
         pairs = zip(outputs, texts, strict=True)
         return Run(texts, [counted(output.accepted, text, depth, self.new_tokens, counting) for output, text in pairs])
+
+    @property
+    def may_end_drafts(self) -> bool:
+        """True if the engine may end drafts by probabilities that can be noted here."""
+        on_cpu = self.target.device.type == "cpu"
+        return self.engine == "llama.cpp" and on_cpu and kind_of(self.head) not in OTHERWISE
 
     def run_where_unsure(self, base: Run) -> tuple[str, Run]:
         """Return the name and the run of drafts that end where the head is unsure."""
@@ -283,7 +289,7 @@ def find_cause(ladder: Ladder, own: Run, fault: str | None) -> str:
                 named = (cause, run)
             if least == 0:
                 break
-        if least and ladder.engine == "llama.cpp" and ladder.target.device.type == "cpu":
+        if least and ladder.may_end_drafts:
             name, run = ladder.run_where_unsure(base)
             if ladder.distance(run) < min(least, FITTED * distance):
                 least = ladder.distance(run)

@@ -246,11 +246,11 @@ class Recycling(nn.Module, DraftHead):
         work = N * K * (flops(self) - flops(*outputs) - start) / self.num_modules
         work += N * start * 2 / 3  # its input needs no gradient
         work += layers * K * N * length * 2 * ATTENTION_PRODUCTS * sizes.queries / 2  # half of all pairs: it is causal
-        a_row = width * layers * sizes.kept(*self.kept_widths)
-        kept, backward = K * N * (a_row + (4 - width) * config.hidden_size), 0  # embeddings stay in float32
+        row = width * layers * sizes.kept(*self.kept_widths)
+        kept, backward = K * N * (row + (4 - width) * config.hidden_size), 0  # embeddings stay in float32
         if self.activation_bytes(N, self.depth, width) > most:  # only states, keys and values of each step are kept
             kept = K * N * width * 2 * (config.hidden_size + layers * sizes.keys)
-            backward = N * a_row
+            backward = N * row
             work = work * 4 / 3
         backward += 2 * width * sizes.inner * N
         rows = round(N * K / self.depth)

@@ -69,30 +69,6 @@ def likeliest(logits: Tensor) -> Tensor:
     return best
 
 
-class Selected(Distribution):
-    """Some rows (R,) int64 of distributions that are known."""
-
-    def __init__(self, whole: Distribution, rows: Tensor) -> None:
-        super().__init__(whole.logits[rows])
-        self.whole, self.rows = whole, rows
-
-    @cached_property
-    def logs(self) -> Tensor:
-        return self.whole.logs[self.rows]
-
-    @cached_property
-    def probs(self) -> Tensor:
-        return self.whole.probs[self.rows]
-
-    @cached_property
-    def best(self) -> Tensor:
-        return self.whole.best[self.rows]
-
-    @cached_property
-    def negative_entropy(self) -> Tensor:
-        return self.whole.negative_entropy[self.rows]
-
-
 Divergence = Callable[[Distribution, Distribution], Tensor]
 """(draft's q, target's p) -> divergence of each row (C,), differentiable in the logits of q."""
 
@@ -228,7 +204,7 @@ def draft_loss(
                 own, p, counted = part, whole, valid[k, part] & can_be_right
                 if (mine := chosen[k]) is not None:
                     own, rows = mine[chunk]
-                    p, counted = Selected(whole, rows), can_be_right[rows]
+                    p, counted = Distribution(whole.logits[rows]), can_be_right[rows]
                 state = states[k][own]
                 matrix = matrices[k % len(weights)]
                 grad_weight = grad_weights[k % len(weights)]

@@ -51,6 +51,7 @@ FAMILIES = {
     "EAGLE-3, draft vocabulary": Family(EAGLE3 | {"draft_vocab_size": 2048}),
     "EAGLE-3.1": Family(EAGLE3 | {"draft_vocab_size": 2048, "fc_norm": True, "norm_output": True}),
     "EAGLE-3, sliding window": Family(EAGLE3 | {"sliding_window": 24}),
+    "EAGLE-3, two layers": Family(EAGLE3 | {"num_layers": 2, "later_slots": 0.5}),
     "EAGLE-3, other layers": Family(EAGLE3 | {"aux_layer_ids": [1, 5, 12, 20]}),
     "DFlash": Family(DFLASH, method="dflash"),
     "DFlash, causal": Family(DFLASH | {"causal": True}, method="dflash"),
