@@ -204,6 +204,8 @@ def draft_loss(
                 own, p, counted = part, whole, valid[k, part] & can_be_right
                 if (mine := chosen[k]) is not None:
                     own, rows = mine[chunk]
+                    if len(rows) == 0:
+                        continue
                     p, counted = Distribution(whole.logits[rows]), can_be_right[rows]
                 state = states[k][own]
                 matrix = matrices[k % len(weights)]

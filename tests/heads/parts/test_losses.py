@@ -108,6 +108,24 @@ def test_the_likeliest_is_the_lowest_on_ties(width: int) -> None:
     assert torch.equal(likeliest(distinct), distinct.argmax(-1))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_states_of_the_valid_rows_alone_give_the_same(dtype: torch.dtype, few_rows: Callable[[int], None]) -> None:
+    """Also where a chunk holds no valid row."""
+    c = case()
+    c |= {name: c[name].detach().to(dtype).requires_grad_() for name in ("states", "weight")}
+    c |= {"target_logits": lambda hidden, of=c["target_logits"]: of(hidden).to(dtype), "scale": c["scale"].to(dtype)}
+    c["valid"][1, :20] = False
+    few_rows(4)
+    losses = [draft_loss(**c)]
+    alone = [state[valid] for state, valid in zip(c["states"], c["valid"], strict=True)]
+    losses.append(draft_loss(**c | {"states": alone}))
+    gradients = [torch.autograd.grad(found.loss, (c["states"], c["weight"])) for found in losses]
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(losses[0].sums, losses[1].sums)
+    assert torch.equal(losses[0].correct, losses[1].correct)
+
+
 def test_right_predictions_are_counted(few_rows: Callable[[int], None]) -> None:
     c = case()
     few_rows(3)
