@@ -221,6 +221,8 @@ def check_plain(ladder: Ladder, own: Run) -> str | None:
                 if distance < min(least, SHARED * base):
                     least = distance
                     best = precision
+                if least < ROUNDING:
+                    break
     ladder.precision = best
     ladder.lines.append(
         f"without a draft: {same} of {len(texts)} texts are this runtime's; log-probabilities differ by {base:.1e} "

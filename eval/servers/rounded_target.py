@@ -7,6 +7,7 @@ matrix, where a head's width is a multiple of 64 (llama.cpp b11434, llama-kv-cac
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import permutations
 from typing import Any
 
 import torch
@@ -14,14 +15,18 @@ from torch import Tensor
 
 from eval.runtime.engine import Engine, EngineOptions
 from eval.servers.parity_counts import Step
+from heads.core.errors import UserError
 from heads.targets.cache import HFCache, KVCache
 from heads.targets.frozen_target import FrozenTarget
 
 BLOCK = 32
 TURNED = {"LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM", "InternLM3ForCausalLM"}
 """Classes whose keys llama.cpp's converter reorders: the two halves of a head alternate."""
-CACHES = {"f16": "16 bits (f16)", "q8_0": "8 bits (q8_0)", "q4_0": "4 bits (q4_0)"}
-"""Types of caches that are tried, apart from float32, in words."""
+HALVES = {"f16": torch.float16, "bf16": torch.bfloat16}
+CACHES = {"f16": 16, "q8_0": 8, "q4_0": 4, "bf16": 16, "q5_0": 5, "q5_1": 5, "q4_1": 4}
+"""Types of keys and values in a cache, apart from float32, and the bits of a value."""
+MIXED = ("f32", "f16", "q8_0", "q4_0")
+"""Types that are also tried for keys beside another type for values."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +35,8 @@ class Precision:
 
     name: str = ""
     """In a sentence: `its KV cache is in 8 bits (q8_0)`."""
-    cache: str | None = None
+    cache: tuple[str, str] | None = None
+    """Types of keys and values."""
     target: FrozenTarget | None = None
 
 
@@ -40,13 +46,19 @@ AS_HERE = Precision()
 def precisions(kind: str, weights: FrozenTarget | None) -> Iterator[Precision]:
     """Yield what may be wrong with an engine's target. `kind`: of its weights, in the engine's words; `weights`: these
     weights, if they can be read here."""
-    for cache, bits in CACHES.items():
-        yield Precision(f"its KV cache is in {bits}", cache)
+    caches = [(name, name) for name in CACHES] + list(permutations(MIXED, 2))
+    for cache in caches:
+        yield Precision(in_words(cache), cache)
     if weights is not None:
         own = f"its target's weights are {kind}"
         yield Precision(own, None, weights)
-        for cache, bits in CACHES.items():
-            yield Precision(f"{own}, and its KV cache is in {bits}", cache, weights)
+        for cache in caches:
+            yield Precision(f"{own}, and {in_words(cache)}", cache, weights)
+
+
+def in_words(cache: tuple[str, str]) -> str:
+    keys, values = (f"{CACHES.get(kind, 32)} bits ({kind})" for kind in cache)
+    return f"its KV cache is in {keys}" if keys == values else f"its keys are in {keys} and its values in {values}"
 
 
 Probe = tuple[Sequence[int], Sequence[int], Sequence[Step]]
@@ -78,20 +90,16 @@ def likeliest_gap(target: FrozenTarget, options: EngineOptions, probe: Probe) ->
 
 def round_block(x: Tensor, kind: str) -> Tensor:
     """Round rows (..., n) as a cache of this kind holds them. llama.cpp has quantised ones only of whole blocks."""
-    if kind == "f16":
-        return x.half().to(x.dtype)
-    if x.shape[-1] % BLOCK:
+    if kind in HALVES:
+        return x.to(HALVES[kind]).to(x.dtype)
+    if kind == "f32" or x.shape[-1] % BLOCK:
         return x
-    blocks = x.unflatten(-1, (-1, BLOCK)).float()
-    if kind == "q8_0":
-        scale = blocks.abs().amax(-1, keepdim=True) / 127
-        steps = (blocks / scale.clamp_min(1e-30)).round()
-    else:  # q4_0: the value of largest size is step -8
-        largest = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
-        scale = largest / -8
-        steps = (blocks / torch.where(scale == 0, 1e-30, scale) + 8.5).floor().clamp(0, 15) - 8
-    rounded: Tensor = (steps * scale.half().float()).flatten(-2).to(x.dtype)
-    return rounded
+    try:
+        from gguf import GGMLQuantizationType, dequantize, quantize
+    except ImportError:
+        raise UserError("values are rounded as llama.cpp rounds them with gguf; pip install gguf") from None
+    form = GGMLQuantizationType[kind.upper()]
+    return torch.from_numpy(dequantize(quantize(x.float().cpu().numpy(), form), form)).to(x)
 
 
 def hadamard(width: int) -> Tensor:
@@ -108,7 +116,8 @@ def round_states(x: Tensor, kind: str, *, alternate: bool) -> Tensor:
     d = x.shape[-1]
     order = torch.arange(d).view(2, -1).T.flatten() if alternate else torch.arange(d)
     turned = x[..., order]
-    width = next((width for width in (512, 256, 128, 64) if d % width == 0), 0) if kind != "f16" else 0
+    is_quantised = kind.startswith("q")
+    width = next((width for width in (512, 256, 128, 64) if d % width == 0), 0) if is_quantised else 0
     if width:
         matrix = hadamard(width).to(x.dtype)
         turned = (turned.unflatten(-1, (-1, width)) @ matrix).flatten(-2)
@@ -119,9 +128,9 @@ def round_states(x: Tensor, kind: str, *, alternate: bool) -> Tensor:
     return back
 
 
-def round_cache(engine: Engine, kind: str | None) -> None:
-    """Make an engine's target keep its keys and values as a cache of this kind does. None: as they are."""
-    if kind is None:
+def round_cache(engine: Engine, kinds: tuple[str, str] | None) -> None:
+    """Make an engine's target keep its keys and values as caches of these types do. None: as they are."""
+    if kinds is None:
         return
     alternate = type(engine.target.model).__name__ in TURNED
     whole = engine.decoder.target.cache
@@ -135,7 +144,7 @@ def round_cache(engine: Engine, kind: str | None) -> None:
             keys, values = states.split([heads * width, states.shape[1] - heads * width], 1)
             parts = [
                 round_states(part.unflatten(1, (-1, size)), kind, alternate=swaps).flatten(1)
-                for part, (_, size), swaps in zip((keys, values), forms, (alternate, False), strict=True)
+                for part, (_, size), kind, swaps in zip((keys, values), forms, kinds, (alternate, False), strict=True)
             ]
             return write(layer, torch.cat(parts, 1))
 
@@ -149,7 +158,7 @@ def round_cache(engine: Engine, kind: str | None) -> None:
             rows = [part.transpose(1, 2) for part in (keys, values)]
             keys, values = (
                 round_states(row, kind, alternate=swaps).transpose(1, 2)
-                for row, swaps in zip(rows, (alternate, False), strict=True)
+                for row, kind, swaps in zip(rows, kinds, (alternate, False), strict=True)
             )
             return update(keys, values, layer, *rest, **more)
 
