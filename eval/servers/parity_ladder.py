@@ -13,6 +13,10 @@ Only greedy texts are compared. Engines count differently; `Counting` says how.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
+from math import log
+
+import torch
 
 from eval.core.progress import Progress
 from eval.runtime.engine import Engine, EngineOptions, Request
@@ -34,10 +38,11 @@ from eval.servers.rounded_target import (
     AS_HERE,
     Precision,
     Probe,
-    distance_of,
     likeliest_gap,
     precisions,
     round_cache,
+    size,
+    values_of,
 )
 from eval.servers.unsure_drafts import OTHERWISE, find_bound, note_drafts
 from heads.core.contract import Drafter
@@ -56,6 +61,9 @@ HALF = 5e-3
 SIXTEEN = "it computes in 16 bits, as attention does with llama-server's default KV cache (f16)"
 SHARED = 0.95
 """A precision is the engine's if it leaves less than this fraction of the differences: any other would add to them."""
+ALIKE = 1.5
+"""A precision is like the engine's if its differences are as large within this factor. The rounding of a long context's
+values cannot be reproduced where queries are rounded, too, as llama.cpp's kernel for quantised keys does."""
 REPRODUCED = 0.3
 """A cause is the engine's if it leaves at most this fraction of the differences in counts."""
 FITTED = 0.05
@@ -93,7 +101,7 @@ class Ladder:
         """Decode all prompts here, as the engine counts."""
         depth = depth or self.depth
         engine = Engine(self.precision.target or self.target, head or self.head, self.options(depth))
-        round_cache(engine, self.precision.cache)
+        round_cache(engine, self.precision)
         requests = [Request(list(ids), self.new_tokens + depth, ignore_eos=True) for ids in self.prompts]
         outputs = engine.generate(requests)
         texts = [cut(output.tokens, self.new_tokens, self.target.eos_token_ids) for output in outputs]
@@ -211,13 +219,19 @@ def check_plain(ladder: Ladder, own: Run) -> str | None:
     same = sum([step.choice for step in steps] == list(text) for _, text, steps in probes)
     kind = asked.facts.get("weights", "")
     quantised = kind not in ("", "all F32", "F32")
-    base = least = distance_of(ladder.target, options, AS_HERE, probes)
+    each = (step.log_probabilities.values() for _, _, steps in probes for step in steps)
+    theirs = torch.tensor([*chain.from_iterable(each)])
+    plain = values_of(ladder.target, options, AS_HERE, probes)
+    base = least = size(plain - theirs)
     best = AS_HERE
+    alike: dict[str, float] = {}
     if base > ROUNDING:
         weights = weights_of(asked, ladder.target) if quantised else None
         with Progress("trying precisions here", announced=True):
             for precision in precisions(kind, weights):
-                distance = distance_of(ladder.target, options, precision, probes)
+                values = values_of(ladder.target, options, precision, probes)
+                distance = size(values - theirs)
+                alike[precision.name] = abs(log(max(size(values - plain), 1e-12) / base))
                 if distance < min(least, SHARED * base):
                     least = distance
                     best = precision
@@ -233,7 +247,9 @@ def check_plain(ladder: Ladder, own: Run) -> str | None:
     if quantised:
         return f"its target's weights are {kind}"
     if base > HALF:
-        return "its target computes less precisely than in float32"
+        nearest = min(alike, key=alike.__getitem__)
+        as_much = f", by as much as where {nearest}" if alike[nearest] < log(ALIKE) else ""
+        return f"its target computes less precisely than in float32{as_much}"
     return SIXTEEN if base > ROUNDING else None
 
 

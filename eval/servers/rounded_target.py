@@ -7,7 +7,6 @@ matrix, where a head's width is a multiple of 64 (llama.cpp b11434, llama-kv-cac
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import permutations
 from typing import Any
 
 import torch
@@ -25,8 +24,8 @@ TURNED = {"LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM", "Inter
 HALVES = {"f16": torch.float16, "bf16": torch.bfloat16}
 CACHES = {"f16": 16, "q8_0": 8, "q4_0": 4, "bf16": 16, "q5_0": 5, "q5_1": 5, "q4_1": 4}
 """Types of keys and values in a cache, apart from float32, and the bits of a value."""
-MIXED = ("f32", "f16", "q8_0", "q4_0")
-"""Types that are also tried for keys beside another type for values."""
+MIXED = (("q8_0", "f32"), ("q4_0", "f32"), ("f32", "q8_0"), ("f32", "q4_0"), ("q8_0", "q4_0"))
+"""Types of keys and values that are tried where they differ. One in 16 bits is as good as float32 beside fewer bits."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ AS_HERE = Precision()
 def precisions(kind: str, weights: FrozenTarget | None) -> Iterator[Precision]:
     """Yield what may be wrong with an engine's target. `kind`: of its weights, in the engine's words; `weights`: these
     weights, if they can be read here."""
-    caches = [(name, name) for name in CACHES] + list(permutations(MIXED, 2))
+    caches = [*((name, name) for name in CACHES), *MIXED]
     for cache in caches:
         yield Precision(in_words(cache), cache)
     if weights is not None:
@@ -58,6 +57,8 @@ def precisions(kind: str, weights: FrozenTarget | None) -> Iterator[Precision]:
 
 def in_words(cache: tuple[str, str]) -> str:
     keys, values = (f"{CACHES.get(kind, 32)} bits ({kind})" for kind in cache)
+    if "f32" in cache:
+        return f"its values are in {values}" if cache[0] == "f32" else f"its keys are in {keys}"
     return f"its KV cache is in {keys}" if keys == values else f"its keys are in {keys} and its values in {values}"
 
 
@@ -65,18 +66,21 @@ Probe = tuple[Sequence[int], Sequence[int], Sequence[Step]]
 """A prompt, a text after it, and what an engine's target makes of the text."""
 
 
-def distance_of(target: FrozenTarget, options: EngineOptions, precision: Precision, probes: Sequence[Probe]) -> float:
-    """Return the root mean square of the differences of log-probabilities between an engine's target and the target
-    here with such a precision."""
+def values_of(target: FrozenTarget, options: EngineOptions, precision: Precision, probes: Sequence[Probe]) -> Tensor:
+    """Return the log-probabilities, by the target here with such a precision, of the tokens for which an engine gave
+    its own."""
     engine = Engine(precision.target or target, None, options)
-    round_cache(engine, precision.cache)
-    total = 0.0
-    number = 0
+    round_cache(engine, precision)
+    found = []
     for prompt, text, steps in probes:
         for row, step in zip(log_probabilities(engine, prompt, text), steps, strict=True):
-            total += sum(float(row[token] - value) ** 2 for token, value in step.log_probabilities.items())
-            number += len(step.log_probabilities)
-    return float((total / max(number, 1)) ** 0.5)
+            found += row[list(step.log_probabilities)].tolist()
+    return torch.tensor(found)
+
+
+def size(differences: Tensor) -> float:
+    """Return the root mean square."""
+    return float(differences.square().mean().sqrt()) if len(differences) else 0.0
 
 
 def likeliest_gap(target: FrozenTarget, options: EngineOptions, probe: Probe) -> float:
@@ -115,22 +119,22 @@ def round_states(x: Tensor, kind: str, *, alternate: bool) -> Tensor:
     """Round keys or values (..., H, d) of all heads. `alternate`: the halves of a head alternate in llama.cpp."""
     d = x.shape[-1]
     order = torch.arange(d).view(2, -1).T.flatten() if alternate else torch.arange(d)
-    turned = x[..., order]
-    is_quantised = kind.startswith("q")
-    width = next((width for width in (512, 256, 128, 64) if d % width == 0), 0) if is_quantised else 0
+    held = x[..., order]
+    widths = (512, 256, 128, 64) if kind.startswith("q") else ()
+    width = next((width for width in widths if d % width == 0), 0)
     if width:
         matrix = hadamard(width).to(x.dtype)
-        turned = (turned.unflatten(-1, (-1, width)) @ matrix).flatten(-2)
-    turned = round_block(turned.flatten(-2), kind).unflatten(-1, x.shape[-2:])
+        held = (held.unflatten(-1, (-1, width)) @ matrix).flatten(-2)
+    held = round_block(held.flatten(-2), kind).unflatten(-1, x.shape[-2:])
     if width:
-        turned = (turned.unflatten(-1, (-1, width)) @ matrix).flatten(-2)
-    back: Tensor = turned[..., order.argsort()]
+        held = (held.unflatten(-1, (-1, width)) @ matrix).flatten(-2)
+    back: Tensor = held[..., order.argsort()]
     return back
 
 
-def round_cache(engine: Engine, kinds: tuple[str, str] | None) -> None:
-    """Make an engine's target keep its keys and values as caches of these types do. None: as they are."""
-    if kinds is None:
+def round_cache(engine: Engine, precision: Precision) -> None:
+    """Make an engine's target keep its keys and values as a cache of such a precision does."""
+    if (kinds := precision.cache) is None:
         return
     alternate = type(engine.target.model).__name__ in TURNED
     whole = engine.decoder.target.cache

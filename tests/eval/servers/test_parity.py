@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from eval.servers.misread_heads import Cause
 from eval.servers.parity_counts import Asked, Counting, EngineAnswer, Step, counted
 from eval.servers.parity_ladder import Ladder, climb
 from eval.servers.parity_run import other_ids
-from eval.servers.rounded_target import AS_HERE, hadamard, log_probabilities, precisions, round_cache
+from eval.servers.rounded_target import AS_HERE, Precision, hadamard, log_probabilities, precisions, round_cache
 from heads.registry import build_head
 from heads.targets.frozen_target import FrozenTarget
 from heads.targets.load import load_target
@@ -172,6 +172,14 @@ def test_an_equal_engine_is_the_heads_own_figure_and_an_unknown_one_is_called_so
     assert "other texts on 1 prompts" in conclude(target, head, strange, plain=plain)
 
 
+def steps_of(engine: Engine) -> Callable[[Sequence[int], Sequence[int]], list[Step]]:
+    def steps(prompt: Sequence[int], text: Sequence[int]) -> list[Step]:
+        rows = log_probabilities(engine, prompt, text)
+        return [Step(int(row.argmax()), {k: float(row[k]) for k in row.topk(5).indices.tolist()}) for row in rows]
+
+    return steps
+
+
 @pytest.mark.parametrize(("family", "cache"), [("llama", "f16 f16"), ("llama", "q8_0 q4_0"), ("olmo2", "q4_0 q4_0")])
 def test_the_precision_of_an_engines_cache_is_found_from_its_probabilities(family: str, cache: str) -> None:
     """By the native decoder and by the model's own code."""
@@ -183,15 +191,27 @@ def test_the_precision_of_an_engines_cache_is_found_from_its_probabilities(famil
     asked.answers = whole.run().counts
     whole.precision = AS_HERE
     engine = whole.plain()
-    round_cache(engine, (keys, values))
+    round_cache(engine, precision)
 
-    def steps(prompt: Sequence[int], text: Sequence[int]) -> list[Step]:
-        rows = log_probabilities(engine, prompt, text)
-        return [Step(int(row.argmax()), {k: float(row[k]) for k in row.topk(5).indices.tolist()}) for row in rows]
-
-    asked.steps = steps
+    asked.steps = steps_of(engine)
     _, answer = climb(whole)
     assert precision.name in answer
+
+
+def test_a_cache_whose_rounding_cannot_be_reproduced_is_named_by_the_size_of_its_differences() -> None:
+    """The engine's weights differ a little, so that other values are rounded up and down."""
+    target, other = (make_target("llama", torch.float32, head_dim=16, num_hidden_layers=8) for _ in range(2))
+    noise = torch.Generator().manual_seed(0)
+    for weight in other.model.parameters():
+        weight.data *= 1 + 1e-3 * torch.randn(weight.shape, generator=noise)
+    asked = Asked("an engine")
+    whole = Ladder(target, eagle3(target), DEPTH, "llama.cpp", [[1, 40, 50, 60]], 40, asked)
+    engine = Engine(other, None, whole.options())
+    round_cache(engine, Precision(cache=("q4_0", "q4_0")))
+    asked.answers = whole.run().counts
+    asked.steps = steps_of(engine)
+    _, answer = climb(whole)
+    assert "4 bits (q4_0)" in answer
 
 
 def test_the_matrix_that_turns_cached_values_turns_them_back() -> None:
