@@ -347,12 +347,12 @@ def served_form(head: HeadSection, config: Any) -> dict[str, object]:
     if head.kind != "eagle3":
         return {}
     (target,) = getattr(config, "architectures", None) or [""]
-    served = [name for name in get_args(Served) if target in EAGLE3_READERS[READERS[name]].targets]
-    serve = list(head.serve or served)
-    norms = all({"fc_norm", "norm_output"} <= EAGLE3_READERS[READERS[name]].options for name in serve)
+    readers = {name: EAGLE3_READERS[READERS[name]] for name in get_args(Served) if READERS[name] in EAGLE3_READERS}
+    serve = list(head.serve or (name for name, reader in readers.items() if target in reader.targets))
+    normed = [name for name in serve if {"fc_norm", "norm_output"} <= readers[name].options]
+    norms = normed == serve
     form = "with fc_norm and norm_output" if norms else "plain"
-    fewer = [name for name in serve if name in ("vllm", "sglang")]
-    more = f"; head.serve=[{','.join(fewer)}] adds fc_norm and norm_output" if fewer and not norms else ""
+    more = f"; head.serve=[{','.join(normed)}] adds fc_norm and norm_output" if normed and not norms else ""
     print_line(f"the head is {form}, for {', '.join(serve) or 'no engine'}{more}")
     return {"fc_norm": norms, "norm_output": norms, **({"serve": serve} if serve else {})}
 

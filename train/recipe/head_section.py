@@ -24,9 +24,9 @@ class HeadSection(Settings):
     taken; the settings of the training stay the recipe's. Heads that draft blocks may start from each other. Null: a
     new head."""
     serve: Annotated[tuple[Served, ...], Field(min_length=1)] | None = None
-    """Engines that the head is for: `vllm`, `sglang`, `llama.cpp` and `openvino`. A head that one of them would not
-    serve is refused before anything is computed. A derived recipe names all that serve EAGLE-3 heads of the target, and
-    gives the head `fc_norm` and `norm_output` only if all of them read these. Null: any."""
+    """Engines that the head is for. A head that one of them would not serve is refused before anything is computed. A
+    derived recipe names all that serve EAGLE-3 heads of the target, and gives the head `fc_norm` and `norm_output` only
+    if all of them read these. Null: any."""
 
 
 SECTIONS: dict[str, object] = {
