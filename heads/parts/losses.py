@@ -55,6 +55,12 @@ class Distribution:
         total: Tensor = vecdot(self.probs, self.logs)
         return total
 
+    def of_rows(self, rows: Tensor) -> "Distribution":
+        """Return the distributions of some rows (R,), with all that was computed of them."""
+        some = Distribution(self.logits)
+        vars(some).update((name, value[rows]) for name, value in vars(self).items())
+        return some
+
 
 def likeliest(logits: Tensor) -> Tensor:
     """Return the argmax of each row (C, n), the lowest on ties.
@@ -206,7 +212,7 @@ def draft_loss(
                     own, rows = mine[chunk]
                     if len(rows) == 0:
                         continue
-                    p, counted = Distribution(whole.logits[rows]), can_be_right[rows]
+                    p, counted = whole.of_rows(rows), can_be_right[rows]
                 state = states[k][own]
                 matrix = matrices[k % len(weights)]
                 grad_weight = grad_weights[k % len(weights)]
