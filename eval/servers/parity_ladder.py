@@ -60,7 +60,8 @@ HALF = 5e-3
 """The same of two implementations, one of which computes in 16 bits."""
 SIXTEEN = "it computes in 16 bits, as attention does with llama-server's default KV cache (f16)"
 SHARED = 0.95
-"""A precision is the engine's if it leaves less than this fraction of the differences: any other would add to them."""
+"""A precision is the engine's if it leaves less than this fraction of the differences: any other would add to them. It
+takes the place of one tried before by the same fraction."""
 ALIKE = 1.5
 """A precision is like the engine's if its differences are as large within this factor. The rounding of a long context's
 values cannot be reproduced where queries are rounded, too, as llama.cpp's kernel for quantised keys does."""
@@ -232,7 +233,7 @@ def check_plain(ladder: Ladder, own: Run) -> str | None:
                 values = values_of(ladder.target, options, precision, probes)
                 distance = size(values - theirs)
                 alike[precision.name] = abs(log(max(size(values - plain), 1e-12) / base))
-                if distance < min(least, SHARED * base):
+                if distance < SHARED * least:
                     least = distance
                     best = precision
                 if least < ROUNDING:
