@@ -118,13 +118,14 @@ class Ladder:
 
     def run_where_unsure(self, base: Run) -> tuple[str, Run]:
         """Return the name and the run of drafts that end where the head is unsure."""
+        head = self.misreadings.variant({})()
+        noted = note_drafts(head)
         drafts = []
         for prompt in self.prompts:
-            head = self.misreadings.variant({})()
-            noted = note_drafts(head)
             replace(self, prompts=[prompt]).run(head)
-            drafts.append(noted)
-        bound, counts = find_bound(drafts, self.asked.answers, self.new_tokens, self.engine)
+            drafts.append(noted.copy())
+            noted.clear()
+        bound, counts = find_bound(drafts, self.asked.answers, self.new_tokens, COUNTING[self.engine])
         name = f"its drafts end before a token less likely than about {bound:.2g} (--spec-draft-p-min)"
         return name, Run(base.texts, counts)
 
@@ -248,7 +249,7 @@ def check_plain(ladder: Ladder, own: Run) -> str | None:
     if quantised:
         return f"its target's weights are {kind}"
     if base > HALF:
-        nearest = min(alike, key=alike.__getitem__)
+        nearest = min(alike, key=lambda name: round(alike[name], 1))  # of equally near ones the first tried
         as_much = f", by as much as where {nearest}" if alike[nearest] < log(ALIKE) else ""
         return f"its target computes less precisely than in float32{as_much}"
     return SIXTEEN if base > ROUNDING else None

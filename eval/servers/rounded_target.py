@@ -46,13 +46,13 @@ def precisions(kind: str, weights: FrozenTarget | None) -> Iterator[Precision]:
     """Yield what may be wrong with an engine's target. `kind`: of its weights, in the engine's words; `weights`: these
     weights, if they can be read here."""
     caches = [*((name, name) for name in CACHES), *MIXED]
-    for cache in caches:
-        yield Precision(in_words(cache), cache)
+    own = ""
     if weights is not None:
         own = f"its target's weights are {kind}"
         yield Precision(own, None, weights)
-        for cache in caches:
-            yield Precision(f"{own}, and {in_words(cache)}", cache, weights)
+        own += ", and "
+    for cache in caches:
+        yield Precision(own + in_words(cache), cache, weights)
 
 
 def in_words(cache: tuple[str, str]) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from eval.servers.parity_counts import COUNTING, EngineAnswer, count_distance, counted
+from eval.servers.parity_counts import Counting, EngineAnswer, count_distance, counted
 from heads.core.tree import Pick, Proposal
 
 CANDIDATES = 10
@@ -57,7 +57,9 @@ def note_drafts(head: Any) -> list[Draft]:
     return noted
 
 
-def clipped(drafts: Sequence[Draft], bound: float, text: Sequence[int], new_tokens: int, counting: str) -> EngineAnswer:
+def clipped(
+    drafts: Sequence[Draft], bound: float, text: Sequence[int], new_tokens: int, counting: Counting
+) -> EngineAnswer:
     """Return the counts of a text under a bound. `drafts`: after each of its tokens, and beyond its end."""
     accepted = []
     lengths = []
@@ -71,11 +73,11 @@ def clipped(drafts: Sequence[Draft], bound: float, text: Sequence[int], new_toke
         lengths.append(sure)
         at += right + 1
     depth = len(drafts[0].tokens)
-    return counted(accepted, text, depth, new_tokens, COUNTING[counting], lengths)
+    return counted(accepted, text, depth, new_tokens, counting, lengths)
 
 
 def find_bound(
-    drafts: Sequence[Sequence[Draft]], answers: Sequence[EngineAnswer], new_tokens: int, counting: str
+    drafts: Sequence[Sequence[Draft]], answers: Sequence[EngineAnswer], new_tokens: int, counting: Counting
 ) -> tuple[float, list[EngineAnswer]]:
     """Return the bound that reproduces an engine's counts best, and the counts of all texts under it."""
     seen = sorted({p for each in drafts for draft in each for p in draft.probabilities})

@@ -115,7 +115,7 @@ class Recycling(nn.Module, DraftHead):
         """Return the logits of normed states: (..., D) -> (..., Vd)."""
         return nn.functional.linear(normed, lm_head_weight)
 
-    def later_slots(self, rows: Rows) -> Tensor | None:
+    def draw_later_slots(self, rows: Rows) -> Tensor | None:
         """Return the slots (N,), ascending, that go through the steps after a module's own first; None: all."""
         T = rows.tokens.shape[1]
         count = ceil(T * self.config.later_slots)
@@ -125,7 +125,7 @@ class Recycling(nn.Module, DraftHead):
         return torch.randperm(T, generator=draw)[:count].sort().values.to(rows.tokens.device)
 
     def counts(self, rows: Rows) -> Tensor:
-        slots = self.later_slots(rows)
+        slots = self.draw_later_slots(rows)
         if slots is None:
             return counts_by_depth(rows, AHEAD, self.depth)
         chosen = torch.zeros_like(rows.loss_mask)
@@ -213,7 +213,7 @@ class Recycling(nn.Module, DraftHead):
 
     def loss(self, batch: Batch, scale: Tensor) -> HeadLoss:
         row, label, inside, valid = label_slots(batch, AHEAD, self.depth)
-        slots = self.later_slots(batch)
+        slots = self.draw_later_slots(batch)
         unrolled = self.unroll(batch, self.depth, slots)
         if slots is None:
             states = [state[row, slot] for state, slot in zip(unrolled, inside, strict=True)]

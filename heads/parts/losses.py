@@ -210,8 +210,6 @@ def draft_loss(
                 own, p, counted = part, whole, valid[k, part] & can_be_right
                 if (mine := chosen[k]) is not None:
                     own, rows = mine[chunk]
-                    if len(rows) == 0:
-                        continue
                     p, counted = whole.of_rows(rows), can_be_right[rows]
                 state = states[k][own]
                 matrix = matrices[k % len(weights)]
@@ -263,9 +261,9 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     """Return the matrix product (m, k) @ (k, n) -> (m, n).
 
     Float32 on a CPU uses oneDNN, through the operator that torch's own compiler calls. `@` uses MKL, which does not use
-    AVX-512 on processors other than Intel's.
+    AVX-512 on processors other than Intel's. oneDNN has no products without rows or inputs.
     """
-    if a.device.type == "cpu" and a.dtype == torch.float32 and torch.backends.mkldnn.is_available():
+    if a.device.type == "cpu" and a.dtype == torch.float32 and a.numel() and torch.backends.mkldnn.is_available():
         product: Tensor = torch.ops.mkldnn._linear_pointwise(a, b.T, None, "none", [], "")
         return product
     return a @ b

@@ -111,7 +111,7 @@ def test_a_tree_wider_than_the_draft_vocabulary_is_refused() -> None:
 def test_later_steps_of_some_slots_have_the_losses_and_gradients_that_these_have_among_all(make: Make) -> None:
     head, some, batch = make(), make(), replace(random_batch([[11, 3, 7], [2, 1, 18]]), seed=5)
     some.config = some.config.model_copy(update={"later_slots": 0.4})
-    slots, depth = some.later_slots(batch), head.config.depth
+    slots, depth = some.draw_later_slots(batch), head.config.depth
     assert slots is not None and len(slots) == 9
     chosen = torch.zeros_like(batch.loss_mask)
     chosen[:, slots] = True
