@@ -249,6 +249,14 @@ def test_no_memory_is_the_users_to_mend(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().err.startswith("error: out of memory (")
 
 
+def test_a_library_that_cannot_be_imported_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    def main() -> int:
+        raise ImportError("libx.so.1: cannot open shared object file", name="torch._C")
+
+    assert exit_status(main) == 2
+    assert capsys.readouterr().err.startswith("error: torch cannot be imported (libx.so.1: cannot open")
+
+
 ODD: tuple[Any, ...] = (
     *(None, True, -1, 0, 10**30, 10**400, float("nan"), 1e300, "", "x", "a\nb", "\ud800", "{{ 1 }}", "../.."),
     *("x" * 300, [], {}, [None], {"a": {"b": [1, {"c": None}]}}),

@@ -30,6 +30,7 @@ AUTO = "auto"
 OFF = "off"
 """Value of --wandb, the default."""
 ASKING, ALL = {"-h", "--help"}, "all"
+OURS = ("heads", "eval", "train", "scripts")
 UNREAD = 128 + signal.SIGPIPE
 """Exit status if the reader of the output has closed it: the one that shells report for other programs."""
 
@@ -224,6 +225,10 @@ def exit_status(act: Callable[[], int], say: Callable[[str], None] = print_line)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the rest of the output
         return UNREAD
     except Exception as error:
+        library = (error.name or "").partition(".")[0] if isinstance(error, ImportError) else ""
+        if library and library not in OURS:  # a second import would fail for another reason
+            say(f"error: {library} cannot be imported ({first_line(error)}): install draftsmith's packages again")
+            return 2
         from eval.runtime.graph import is_out_of_memory  # imports torch, which a failed command has usually done
 
         if is_full_disk(error):
