@@ -1,18 +1,17 @@
 """Conversations put to the target turn by turn, on its own answers, and the documents that they make."""
 
 import copy
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
-import pytest
 from transformers import PreTrainedTokenizerBase
 
 from eval.data.chat_template import ChatTemplate
 from eval.data.conversation_forms import Chat
 from eval.data.data_files import Message
-from heads.targets.target_files import load_tokenizer
 from tests.support.chats import bracketed, talk
 from train.data.chats import join_texts
+from train.data.chats import token_ids as ids
 from train.data.corpus import Document
 from train.data.dialogues import ChatDialogue, Dialogue
 
@@ -24,31 +23,23 @@ FORGETFUL = (  # past answers lose what is before the bar, as reasoning is lost
 )
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tiny_target_dir: Path) -> PreTrainedTokenizerBase:
-    return load_tokenizer(str(tiny_target_dir))
-
-
-def ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    found: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return found
-
-
-def chat_of(messages: list[Message]) -> Chat:
-    return Chat(messages, None, "", ())
-
-
-def converse(
+def dialogue_of(
     tokenizer: PreTrainedTokenizerBase,
-    answers: list[str],
     messages: list[Message] = CHAT,
     template: str | None = None,
     max_tokens: int = 100,
-    **settings: Any,
+    end_ids: Sequence[int] = (),
+    **settings: bool,
+) -> ChatDialogue:
+    chat = ChatTemplate(tokenizer, template, end_ids=end_ids)
+    return ChatDialogue(chat, Chat(messages, None, "", ()), "x", max_tokens, **settings)
+
+
+def converse(
+    tokenizer: PreTrainedTokenizerBase, answers: list[str], *conversation: Any, **settings: Any
 ) -> tuple[list[str], Dialogue]:
     """The prompts that a conversation gives, where the answers are these."""
-    dialogue = ChatDialogue(ChatTemplate(tokenizer, template), chat_of(messages), "x", max_tokens, **settings)
-    prompts = []
+    dialogue, prompts = dialogue_of(tokenizer, *conversation, **settings), []
     for answer in answers:
         if dialogue.prompt is not None:
             prompts.append(str(tokenizer.decode(dialogue.prompt, clean_up_tokenization_spaces=False)))
@@ -85,7 +76,7 @@ def test_a_template_that_rewrites_answers_gives_each_a_document(tokenizer: PreTr
 
 def test_an_answer_that_is_tokenised_otherwise_keeps_its_own_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
     """As where a model writes a word in two tokens: the next prompt begins anew with the tokenizer's."""
-    dialogue = ChatDialogue(ChatTemplate(tokenizer), chat_of(CHAT), "x", 100)
+    dialogue = dialogue_of(tokenizer)
     written = [*ids(tokenizer, "t"), *ids(tokenizer, "h"), tokenizer.eos_token_id]
     assert written[:2] != ids(tokenizer, "th")
     dialogue.answer(written)
@@ -109,7 +100,7 @@ def test_an_answer_that_goes_through_text_comes_back(tokenizer: PreTrainedTokeni
 
 def test_an_answer_ends_at_a_token_that_is_not_special(tokenizer: PreTrainedTokenizerBase) -> None:
     ends = ids(tokenizer, "!")
-    dialogue = ChatDialogue(ChatTemplate(tokenizer, end_ids=ends), chat_of(CHAT), "x", 100)
+    dialogue = dialogue_of(tokenizer, end_ids=ends)
     dialogue.answer([*ids(tokenizer, "so"), *ends])
     assert dialogue.prompt == ids(tokenizer, "<s><|user|>one<|assistant|>so</s><|user|>two<|assistant|>")
 

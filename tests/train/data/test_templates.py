@@ -161,14 +161,13 @@ GPT_OSS = Family(
     "<|start|>system<|message|>You are ChatGPT.<|end|>{% for m in messages %}{% if m.role == 'system' %}"
     "<|start|>developer<|message|># Instructions\n\n{{ m.content }}\n\n<|end|>{% elif m.role == 'tool' %}"
     "<|start|>functions.look to=assistant<|channel|>commentary<|message|>{{ m.content | tojson }}<|end|>"
-    "{% elif m.tool_calls is defined %}{% set c = m.tool_calls[0].function %}"
-    "<|start|>assistant to=functions.{{ c.name }}<|channel|>commentary json<|message|>"
-    "{{ c.arguments | tojson }}<|call|>{% elif m.role == 'assistant' %}"
-    "{% if loop.last and m.thinking is defined %}<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking }}"
-    "<|end|>{% endif %}<|start|>assistant<|channel|>final<|message|>{{ m.content }}"
-    "{{ '<|return|>' if loop.last else '<|end|>' }}{% else %}"
-    "<|start|>user<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|start|>assistant{% endif %}",
+    "{% elif m.tool_calls is defined %}{% set c = m.tool_calls[0].function %}<|start|>assistant to=functions."
+    "{{ c.name }}<|channel|>commentary json<|message|>{{ c.arguments | tojson }}<|call|>"
+    "{% elif m.role == 'assistant' %}{% if loop.last and m.thinking is defined %}"
+    "<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking }}<|end|>{% endif %}"
+    "<|start|>assistant<|channel|>final<|message|>{{ m.content }}{{ '<|return|>' if loop.last else '<|end|>' }}"
+    "{% else %}<|start|>user<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}{% if add_generation_prompt %}"
+    "<|start|>assistant{% endif %}",
     ends="<|return|> <|endoftext|> <|call|>",
     specials="<|start|> <|message|> <|channel|> <|end|>",
     answer=lambda m: f"<|channel|>final<|message|>{m['content']}<|return|>",
@@ -233,8 +232,7 @@ QWEN_3_5 = replace(
     "<|im_start|>{{ m.role }}\n{% set parts = m.content.split('</think>') %}"
     "{% if m.role == 'assistant' and loop.index0 > ns.newest %}<think>\n"
     "{{ (m.reasoning_content or (parts[0].split('<think>')[-1] if parts[1:] else '')) | trim }}\n</think>\n\n"
-    "{% endif %}"
-    "{{ parts[-1].lstrip('\n') if m.role == 'assistant' else m.content }}"
+    "{% endif %}{{ parts[-1].lstrip('\n') if m.role == 'assistant' else m.content }}"
     + CHATML_CALLS.replace("'\n<tool_call>", "'<tool_call>")
     + "<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n"
     "{% if enable_thinking is defined and not enable_thinking %}\n</think>\n\n{% endif %}{% endif %}",
@@ -254,10 +252,9 @@ QWEN_3_8 = replace(
 # The prompt says whether a reasoning follows; no final answer keeps its own.
 DEEPSEEK_V3_1 = Family(
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}<|User|>{{ m.content }}"
-    "{% elif m.role == 'assistant'"
-    " %}<|Assistant|></think>{{ m.content.split('</think>')[-1] }}<|end_of_sentence|>{% else %}{{ m.content }}"
-    "{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}<|Assistant|>{{ '<think>' if thinking else '</think>' }}{% endif %}",
+    "{% elif m.role == 'assistant' %}<|Assistant|></think>{{ m.content.split('</think>')[-1] }}<|end_of_sentence|>"
+    "{% else %}{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}<|Assistant|>"
+    "{{ '<think>' if thinking else '</think>' }}{% endif %}",
     ends="<|end_of_sentence|>",
     specials="<|User|> <|Assistant|>",
     answer=lambda m: m["content"] + "<|end_of_sentence|>",
@@ -276,8 +273,7 @@ DEEPSEEK_V3_2 = replace(
     template="{{ bos_token }}" + NEWEST + "{% for m in messages %}{% if m.role == 'user' %}<|User|>{{ m.content }}"
     "<|Assistant|>{{ '<think>' if loop.index0 == ns.newest else '</think>' }}{% elif m.role == 'assistant' %}"
     "{{ (m.reasoning_content or '') + '</think>' if loop.index0 > ns.newest }}{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}"
-    "{{ '\n\n' }}"
+    "{% for c in m.tool_calls or [] %}{{ '\n\n' }}"
     '<invoke name="{{ c.function.name }}">{{ c.function.arguments | tojson }}</invoke>{% endfor %}<|end_of_sentence|>'
     "{% elif m.role == 'tool' %}\n\n<result>{{ m.content }}</result>\n\n<think>{% else %}{{ m.content }}"
     "{% endif %}{% endfor %}",
@@ -290,11 +286,9 @@ GLM_4_7 = Family(
     "[gMASK]<sop>" + NEWEST + "{% for m in messages %}{% if m.role == 'assistant' %}<|assistant|>"
     "{% if m.reasoning_content and loop.index0 > ns.newest %}{{ '<think>' + m.reasoning_content }}{% endif %}</think>"
     "{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}"
-    "{{ c.function.arguments | tojson }}"
-    "</tool_call>{% endfor %}{% elif m.role == 'tool' %}<|observation|>{{ m.content }}{% else %}<|"
-    "{{ m.role }}|>{{ m.content }}"
-    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>"
-    "{{ '</think>' if enable_thinking is defined and not enable_thinking else '<think>' }}{% endif %}",
+    "{{ c.function.arguments | tojson }}</tool_call>{% endfor %}{% elif m.role == 'tool' %}<|observation|>"
+    "{{ m.content }}{% else %}<|{{ m.role }}|>{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}"
+    "<|assistant|>{{ '</think>' if enable_thinking is defined and not enable_thinking else '<think>' }}{% endif %}",
     ends="<|endoftext|> <|user|> <|observation|>",
     specials="<|assistant|> <|system|> [gMASK] <sop>",
     answer=lambda m: m["content"] + "<|user|>",
@@ -306,14 +300,12 @@ GLM_4_7 = Family(
 # A final answer loses its reasoning for an empty one; turns that call tools keep theirs.
 KIMI_K2 = Family(
     "{% set ns = namespace(final=-1) %}{% for m in messages %}{% if m.role == 'assistant' and not m.tool_calls %}"
-    "{% set ns.final = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}<|im_{{ m.role }}|>"
-    "{{ m.role }}<|im_middle|>"
-    "{% if m.role == 'assistant' %}"
-    "{{ '<think>' + (m.reasoning_content or '' if loop.index0 > ns.final else '') + '</think>' }}"
-    "{% endif %}{{ m.content }}{% for c in m.tool_calls or [] %}<|call|>{{ c.function.name }}"
-    "{{ c.function.arguments | tojson }}"
-    "<|called|>{% endfor %}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_assistant|>assistant"
-    "<|im_middle|>{% endif %}",
+    "{% set ns.final = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}<|im_{{ m.role }}|>{{ m.role }}"
+    "<|im_middle|>{% if m.role == 'assistant' %}"
+    "{{ '<think>' + (m.reasoning_content or '' if loop.index0 > ns.final else '') + '</think>' }}{% endif %}"
+    "{{ m.content }}{% for c in m.tool_calls or [] %}<|call|>{{ c.function.name }}{{ c.function.arguments | tojson }}"
+    "<|called|>{% endfor %}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_assistant|>assistant<|im_middle|>"
+    "{% endif %}",
     ends="<|im_end|>",
     specials="<|im_assistant|> <|im_user|> <|im_system|> <|im_tool|> <|im_middle|> <|call|> <|called|>",
     answer=QWEN_2_5.answer,
@@ -369,12 +361,11 @@ GEMMA_4_JOINED = replace(
 # The target writes to whom it speaks: to itself, to the user, or to a tool.
 MUSE_GLIMMER = Family(
     "{% for m in messages %}{% if m.role == 'assistant' %}{% if m.reasoning_content and loop.last %}"
-    "<|start|>assistant to=self"
-    "<|message|>{{ m.reasoning_content }}<|eom|>{% endif %}<|start|>assistant to={% if m.tool_calls %}look<|message|>"
-    "{{ m.tool_calls[0].function.arguments | tojson }}{{ m.tool_calls[0].function.name }}"
-    "{% else %}user<|message|>{{ m.content }}{% endif %}<|eot|>{% else %}<|start|>{{ m.role }}<|message|>"
-    "{{ m.content }}<|eot|>"
-    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}",
+    "<|start|>assistant to=self<|message|>{{ m.reasoning_content }}<|eom|>{% endif %}<|start|>assistant to="
+    "{% if m.tool_calls %}look<|message|>{{ m.tool_calls[0].function.arguments | tojson }}"
+    "{{ m.tool_calls[0].function.name }}{% else %}user<|message|>{{ m.content }}{% endif %}<|eot|>{% else %}<|start|>"
+    "{{ m.role }}<|message|>{{ m.content }}<|eot|>{% endif %}{% endfor %}{% if add_generation_prompt %}"
+    "<|start|>assistant{% endif %}",
     ends="<|eot|>",
     specials="<|start|> <|message|> <|eom|>",
     answer=lambda m: f" to=user<|message|>{m['content']}<|eot|>",
@@ -387,12 +378,11 @@ MUSE_GLIMMER = Family(
 # Reasoning is text of the answer.
 SMOLLM_3 = Family(
     "<|im_start|>system\nReasoning Mode: "
-    "{{ '/no_think' if enable_thinking is defined and not enable_thinking else '/think' }}"
-    "<|im_end|>\n{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{% if m.role == 'assistant' and enable_thinking is defined"
-    " and not enable_thinking %}<think>\n\n</think>\n{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking is defined and not enable_thinking %}"
-    "<think>\n\n</think>\n{% endif %}{% endif %}",
+    "{{ '/no_think' if enable_thinking is defined and not enable_thinking else '/think' }}<|im_end|>\n"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n"
+    "{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n{% endif %}{% endif %}",
     ends="<|im_end|>",
     specials="<|im_start|>",
     answer=QWEN_2_5.answer,
@@ -413,9 +403,8 @@ LFM_2_5 = Family(
 )
 GRANITE = Family(
     "{% for m in messages %}<|start_of_role|>{{ m.role }}<|end_of_role|>{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}"
-    "<tool_call>\n{{ c.function | tojson }}\n</tool_call>{% endfor %}<|end_of_text|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|start_of_role|>assistant<|end_of_role|>{% endif %}",
+    "{% for c in m.tool_calls or [] %}<tool_call>\n{{ c.function | tojson }}\n</tool_call>{% endfor %}"
+    "<|end_of_text|>\n{% endfor %}{% if add_generation_prompt %}<|start_of_role|>assistant<|end_of_role|>{% endif %}",
     ends="<|end_of_text|>",
     specials="<|start_of_role|> <|end_of_role|>",
     answer=lambda m: m["content"] + "<|end_of_text|>",
@@ -489,41 +478,7 @@ NEMOTRON_NANO_2 = Family(
     bare_call=("<think>\n", ""),
 )
 
-FAMILIES = {
-    "Cohere2MoE": COHERE_2_MOE,
-    "Cohere2MoE, not thinking": COHERE_2_MOE_NOT_THINKING,
-    "Apertus": APERTUS,
-    "Nemotron Nano 2": NEMOTRON_NANO_2,
-    "Llama 3": LLAMA_3,
-    "Qwen2.5": QWEN_2_5,
-    "Qwen3": QWEN_3,
-    "Qwen3, not thinking": QWEN_3_NOT_THINKING,
-    "Phi-3": PHI_3,
-    "Mistral": MISTRAL,
-    "DeepSeek-R1": DEEPSEEK_R1,
-    "gpt-oss": GPT_OSS,
-    "GLM-4.5": GLM_4_5,
-    "GLM-4.5, not thinking": GLM_4_5_NOT_THINKING,
-    "Nemotron 3": NEMOTRON_3,
-    "Qwen3.5": QWEN_3_5,
-    "Qwen3.8": QWEN_3_8,
-    "DeepSeek-V3.1": DEEPSEEK_V3_1,
-    "DeepSeek-V3.1, thinking": DEEPSEEK_V3_1_THINKING,
-    "DeepSeek-V3.2": DEEPSEEK_V3_2,
-    "GLM-4.7": GLM_4_7,
-    "Kimi-K2-Thinking": KIMI_K2,
-    "Kimi-K2-Thinking, opened": KIMI_K2_OPENED,
-    "Gemma 4": GEMMA_4,
-    "Gemma 4, thinking": GEMMA_4_THINKING,
-    "Gemma 4, results in the turn": GEMMA_4_JOINED,
-    "Muse Glimmer": MUSE_GLIMMER,
-    "SmolLM3": SMOLLM_3,
-    "LFM2.5": LFM_2_5,
-    "Granite": GRANITE,
-    "Seed-OSS": SEED_OSS,
-    "Seed-OSS, not thinking": SEED_OSS_NOT_THINKING,
-    "Ministral": MINISTRAL,
-}
+FAMILIES = {name: value for name, value in dict(globals()).items() if isinstance(value, Family)}
 
 CALL = {"id": "call_00001", "type": "function", "function": {"name": "look", "arguments": {"at": "sea"}}}
 TURNS: list[Message] = [
@@ -563,10 +518,8 @@ def template_of(name: str) -> ChatTemplate:
     bytes_alone.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bytes_alone.decoder = decoders.ByteLevel()
     ends = family.ends.split()
-    added = [
-        AddedToken(text, special=True, rstrip=family.strips) for text in [*ends, *family.specials.split(), "<bos>"]
-    ]
-    bytes_alone.add_special_tokens(added)
+    specials = [*ends, *family.specials.split(), "<bos>"]
+    bytes_alone.add_special_tokens([AddedToken(text, special=True, rstrip=family.strips) for text in specials])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytes_alone, bos_token="<bos>", eos_token=ends[0])
     tokenizer.chat_template = family.template
     end_ids: Any = tokenizer.convert_tokens_to_ids(ends)
@@ -587,29 +540,26 @@ def renders(family: Family, messages: list[Message]) -> bool:
     return all(written(family, message) is not None for message in messages if message["role"] == "assistant")
 
 
-@pytest.mark.parametrize(
+CONVERSATIONS = pytest.mark.parametrize(
     ("name", "case"), [(name, case) for name in FAMILIES for case in CASES if renders(FAMILIES[name], CASES[case])]
 )
+
+
+@CONVERSATIONS
 def test_labels_are_what_the_target_writes_after_the_prompt_as_served(name: str, case: str) -> None:
     family, template, messages = FAMILIES[name], template_of(name), CASES[case]
     tokenizer = template.tokenizer
     answers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
     as_read = REASONED if messages is IN_TEXT and family.reasoned else messages
-
-    def ids(text: str) -> list[int]:
-        found: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-        return found
-
     expected = []
     for n in answers:
         prompt = template.render(template.prepared(as_read[:n], place=""), place="", answer_next=True)
         opened, empty = max(family.bare, family.bare_call if "tool_calls" in as_read[n] else family.bare)
         if "reasoning_content" not in as_read[n] and prompt.endswith(opened):
             prompt = prompt.removesuffix(opened) + empty
-        expected.append((ids(prompt), ids(str(written(family, as_read[n])))))
+        expected.append(tuple(tokenizer([prompt, str(written(family, as_read[n]))])["input_ids"]))
 
-    texts, _ = read_conversation(template, messages, place="f:1")
-    (documents,) = encode_conversations(template, [texts])
+    (documents,) = encode_conversations(template, [read_conversation(template, messages, place="f:1")[0]])
     found = []
     for document in documents:
         at = 0
@@ -622,9 +572,7 @@ def test_labels_are_what_the_target_writes_after_the_prompt_as_served(name: str,
     assert readable[0] == readable[1] and found == expected
 
 
-@pytest.mark.parametrize(
-    ("name", "case"), [(name, case) for name in FAMILIES for case in CASES if renders(FAMILIES[name], CASES[case])]
-)
+@CONVERSATIONS
 def test_rendered_text_has_the_labels_of_its_conversation(name: str, case: str) -> None:
     template, messages = template_of(name), CASES[case]
     (first, *others), _ = read_conversation(template, messages, place="f:1")
@@ -633,7 +581,7 @@ def test_rendered_text_has_the_labels_of_its_conversation(name: str, case: str) 
         return  # the template rewrites turns, and no text has the labels of all answers
     assert template.has_rendered(text)
     answers = first.answers
-    if name in ("Mistral", "DeepSeek-R1", "DeepSeek-V3.2"):
+    if name in ("MISTRAL", "DEEPSEEK_R1", "DEEPSEEK_V3_2"):
         answers = answers[: 1 if messages is CALLED else None]  # nothing marks one straight after a tool's result
     assert read_rendered(template, text).answers == answers
 
@@ -663,14 +611,14 @@ def test_reasoning_where_the_prompt_asks_for_none_is_refused(name: str, messages
         read_conversation(template_of(name), messages, place="f:1")
 
 
-@pytest.mark.parametrize("name", ["Llama 3", "SmolLM3"])
+@pytest.mark.parametrize("name", ["LLAMA_3", "SMOLLM_3"])
 def test_tags_that_the_template_does_not_know_are_text_of_the_answer(name: str) -> None:
     assert TAGGED in read_conversation(template_of(name), IN_TEXT, place="f:1")[1]
     assert TAGGED not in read_conversation(template_of(name), TURNS, place="f:1")[1]
 
 
 def test_an_answer_whose_text_beside_a_call_the_template_drops_is_context() -> None:
-    template = template_of("Cohere2MoE")
+    template = template_of("COHERE_2_MOE")
     beside: list[Message] = [CALLED[0], {**CALLED[1], "content": "let me look"}, *CALLED[2:]]
     (rendered,), notes = read_conversation(template, beside, place="f:1")
     assert [rendered.text[start:end] for start, end in rendered.answers] == ["<|TEXT|>the sea<|END_TEXT|><|END|>"]
@@ -680,4 +628,4 @@ def test_an_answer_whose_text_beside_a_call_the_template_drops_is_context() -> N
         read_conversation(template, beside[:2], place="f:1")
     thinking: list[Message] = [CALLED[0], {**beside[1], "reasoning_content": "so"}, *CALLED[2:]]
     with pytest.raises(RecordError, match="asks for none"):  # and not for its text
-        read_conversation(template_of("Cohere2MoE, not thinking"), thinking, place="f:1")
+        read_conversation(template_of("COHERE_2_MOE_NOT_THINKING"), thinking, place="f:1")
