@@ -25,6 +25,15 @@ def settings(tmp_path: Path, tiny_target_dir: Path) -> dict[str, Any]:
     return small_recipe(tmp_path, tiny_target_dir)
 
 
+@pytest.fixture
+def small(settings: dict[str, Any]) -> dict[str, Any]:
+    """Those of an EAGLE-3 head that takes a second to train and to measure."""
+    settings["head"] = {"kind": "eagle3", "depth": 2, "intermediate_size": 32}
+    settings["train"] |= {"max_steps": 2, "log_every": 1}
+    settings["eval"]["report"] = {"repeats": 1}
+    return settings
+
+
 @pytest.fixture(scope="session")
 def target(tiny_target_dir: Path) -> FrozenTarget:
     return load_target(str(tiny_target_dir))

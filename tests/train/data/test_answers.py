@@ -1,8 +1,11 @@
 """The target's own answers: what the runtime gives, asked for once for all heads and any number of processes."""
 
 import json
-from collections.abc import Callable
+import shutil
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,9 +20,11 @@ from heads.core.errors import UserError
 from heads.core.files import lock
 from heads.targets.frozen_target import FrozenTarget
 from heads.targets.load import load_target
+from tests.conftest import CHAT_TEMPLATE
 from tests.support.answering import Stub, by_engine, serving
 from tests.support.chats import reader_of, talk, write_chats
 from tests.support.faults import small_files
+from tests.support.runs import Settings, same, train, weights, write_recipe
 from train.data.answers import TargetAnswers, describe_cut, open_answers
 from train.data.data_settings import Data
 from train.data.tokenise import read_source
@@ -284,3 +289,58 @@ def test_prompts_come_from_every_source_by_weight(
     chats.write_text('{"text": "short"}\n')
     with pytest.raises(UserError, match="no text has 40 characters"):
         opened([{"kind": "text", "path": str(chats)}])
+
+
+DATED = (
+    "{%- if not date_string is defined %}{%- set date_string = strftime_now('%d %b %Y') %}{%- endif %}"
+    "{{ date_string }}" + CHAT_TEMPLATE
+)
+"""A template with the day in it, which an argument can fix, as Llama 3.1's has it."""
+
+
+@pytest.fixture
+def days_on(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], date]]:
+    """Lets a test move the local clock to some days after the day in Greenwich, which it is given."""
+
+    def move(days: int) -> date:
+        monkeypatch.setenv("TZ", f"DAY-{24 * days}")
+        time.tzset()
+        return date.today()
+
+    yield move
+    monkeypatch.undo()
+    time.tzset()
+
+
+@pytest.mark.slow
+def test_a_day_on_no_answer_is_made_anew(
+    settings: Settings,
+    tmp_path: Path,
+    days_on: Callable[[int], date],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """By the run itself, by another folder that is given its day, and by a recipe that states it."""
+    (tmp_path / "dated.jinja").write_text(DATED)
+    records = ({"messages": talk(*(f"the sea {n} {k}" for k in range(4)))} for n in range(20))
+    source = write_chats(tmp_path / "chats.jsonl", records) | {"chat_template": str(tmp_path / "dated.jinja")}
+    regenerate = {"prompts": 20, "prompt_tokens": 64, "new_tokens": 8}
+    settings["data"] = {"sources": [source], "context_length": 96, "regenerate": regenerate}
+    recipe = write_recipe(settings)
+
+    def answered(*overrides: str) -> bool:
+        train(recipe, *overrides)
+        return "data.regenerate: 20 conversations answered, " in capsys.readouterr().err
+
+    run, first = tmp_path / "run", days_on(0)
+    assert answered()
+    whole = weights(run, 6)
+    for step in (4, 6):
+        shutil.rmtree(run / f"checkpoints/step-{step}")
+    assert (days_on(1) - first).days == 1
+    assert not answered()
+    assert same(weights(run, 6), whole)
+    (tmp_path / "second").mkdir()
+    shutil.copy(run / "data.json", tmp_path / "second")
+    assert not answered(f"output_dir={tmp_path}/second", "head.depth=3")
+    assert not answered(f"output_dir={tmp_path}/third", f"data.template.date_string={first:%d %b %Y}")
+    assert answered(f"output_dir={tmp_path}/fourth"), "it saw the new day"

@@ -154,44 +154,22 @@ def test_null_says_nothing_where_every_turn_of_a_table_has_the_column() -> None:
     assert ["weight" in turn for turn in read_chat(("f:1", {"messages": turns})).messages] == [False] * 4 + [True]
 
 
-CALLS = "{% for c in m.tool_calls %}{{ '<call>' ~ c.name ~ '(' ~ c.arguments.at ~ ')' }}{% endfor %}"
-CALLING = (
-    "{% if tools %}<tools>{{ tools[0].name }}{% endif %}{% for m in messages %}<|{{ m.role }}|>{% if m.content %}"
-    "{{ m.content }}{% endif %}CALLS{% if m.role == 'assistant' %}</s>{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
-CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"at": "sea"}'}}
-
-
-def calling(content: dict[str, Any]) -> list[dict[str, Any]]:
-    turns = [
-        {"role": "user", "content": "hi"},
-        {"role": "assistant", **content, "tool_calls": [CALL]},
-        {"role": "tool", "content": "blue"},
-        {"role": "assistant", "content": "blue", "tool_calls": None},
-    ]
-    return read_chat(("f:1", {"messages": turns})).messages
-
-
-@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}])
-def test_calls_of_tools_render_as_the_template_wants_them(
-    content: dict[str, Any], tokenizer: PreTrainedTokenizerBase
-) -> None:
+def test_calls_of_tools_have_the_form_that_the_template_reads(tokenizer: PreTrainedTokenizerBase) -> None:
     """Here name and arguments alone; the other forms are those of the families in test_templates.py."""
-    template = CALLING.replace("CALLS", CALLS)
-    text = "<|user|>hi<|assistant|>[<call>look(sea)</s>]<|tool|>blue<|assistant|>[blue</s>]"
-    assert marked(tokenizer, calling(content), template) == [text]
+    call = "{% for c in m.tool_calls or [] %}<call>{{ c.name }}({{ c.arguments.at }}){% endfor %}"
+    template = CHATML.replace("{{ m.content }}", "{{ m.content }}" + call)
     function: dict[str, Any] = {"name": "look", "arguments": {"at": "sea"}}
-    for call in ({**CALL, "function": function}, function):
-        messages = [
-            {**message, "tool_calls": [call]} if "tool_calls" in message else message for message in calling(content)
-        ]
-        assert marked(tokenizer, messages, template) == [text]
+    as_text = {"name": "look", "arguments": '{"at": "sea"}'}
+    for form in ({"type": "function", "function": as_text}, {"type": "function", "function": function}, function):
+        calling = {"role": "assistant", "content": "", "tool_calls": [form]}
+        text = "<|user|>\nhi</s>\n<|assistant|>\n[<call>look(sea)</s>]\n<|tool|>\nso</s>\n<|assistant|>\n[the sea</s>]"
+        assert marked(tokenizer, [TALK[1], calling, {"role": "tool", "content": "so"}, TALK[2]], template) == [text]
 
 
 def test_tools_are_what_the_template_is_given(tokenizer: PreTrainedTokenizerBase) -> None:
-    prompt = first_prompt(ChatTemplate(tokenizer, CALLING.replace("CALLS", "")), TALK[1:3], [{"name": "look"}])
-    assert prompt is not None and tokenizer.decode(prompt) == "<tools>look<|user|>hi<|assistant|>"
+    template = "{% if tools %}<tools>{{ tools[0].name }}{% endif %}" + CHATML
+    prompt = first_prompt(ChatTemplate(tokenizer, template), TALK[1:3], [{"name": "look"}])
+    assert prompt is not None and tokenizer.decode(prompt) == "<tools>look<|user|>\nhi</s>\n<|assistant|>\n"
 
 
 def test_text_is_all_labels_and_ends_with_end_of_text(tokenizer: PreTrainedTokenizerBase) -> None:

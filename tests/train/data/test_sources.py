@@ -148,6 +148,16 @@ def test_a_record_with_a_token_that_the_target_lacks_is_left_out(
         read_source(data.sources[0], "data.sources.0", reader)
 
 
+def test_the_price_of_a_template_that_rewrites_is_said(tokenizer: PreTrainedTokenizerBase, read: Read) -> None:
+    tokenizer.chat_template = f"{{{{ messages | length }}}}{TEMPLATE}"
+    records = [{"messages": [U, A, U, A]}] * 19
+    (all_answers, said), (last, _) = read(records), read(records, answers="last")
+    (line,) = (line for line in said.splitlines() if "rewrites" in line)
+    sizes = [sum(len(document.ids) for document in documents) for documents in (all_answers, last)]
+    assert f"{sizes[0] / sizes[1]:.2f} times" in line and "data.sources.0.answers=last" in line
+    assert len(all_answers) == 2 * len(last) == 38
+
+
 SCREEN = """\
 data.sources.0: FILE
   form: question, response: 18 records; conversations: 1 records

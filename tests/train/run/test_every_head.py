@@ -65,6 +65,7 @@ REFUSED: list[tuple[str, str, str]] = [
     ("dflash", "eval.tree=chain:4", "tree chain:4: 4 levels, the head drafts 3 in a block of 4; ask for"),
     ("dflash", "eval.report.tree=[chain:4]", "tree chain:4: 4 levels, the head drafts 3 in a block"),
     ("medusa", "head.tree_nodes=0", "grow no static tree"),
+    ("medusa", "train.save_dtype=float32 & target.dtype=bfloat16", "the dtype of its target, bfloat16; "),
     ("medusa", "eval.temperature=1 & eval.rule=block & eval.tree=static:2.1", "rule block judges chains, not the tree"),
     ("medusa", "eval.temperature=1 & eval.rule=ratio", "rule ratio: the tree 'head' is grown from ranks"),
     ("distill", "head.lora={modules: [q_proj, q_prj]}", "head.lora.modules: 'q_prj' fits no linear layer of the draft"),
@@ -85,7 +86,12 @@ def test_what_cannot_be_trained_is_refused_before(
     assert not list(Path(settings["output_dir"]).rglob("metrics.jsonl"))
 
 
-@pytest.mark.parametrize(("family", "precision"), [("mimo", "bf16"), ("deepseek", "fp32"), ("qwen_fused", "fp32")])
+HYBRID = pytest.param("hybrid", "fp32", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("family", "precision"), [("mimo", "bf16"), ("deepseek", "fp32"), ("qwen_fused", "fp32"), HYBRID]
+)
 def test_a_checkpoints_own_modules_are_fine_tuned(
     family: str, precision: str, settings: Settings, tmp_path: Path
 ) -> None:
