@@ -69,6 +69,7 @@ CHATML_CALLS = (
     """{{ '}\n</tool_call>' }}"""
     "{% endfor %}"
 )
+INLINE_CALLS = CHATML_CALLS.replace("'\n<tool_call>", "'<tool_call>")
 CHATML_TOOL = "<|im_start|>user\n<tool_response>\n{{ m.content }}\n</tool_response><|im_end|>\n"
 QWEN_2_5 = Family(
     "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are Qwen.<|im_end|>\n{% endif %}"
@@ -86,7 +87,7 @@ QWEN_3 = replace(
     template=NEWEST + "{% for m in messages %}{% if m.role == 'tool' %}" + CHATML_TOOL + "{% else %}"
     "<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.index0 > ns.newest"
     " and (loop.last or m.reasoning_content) %}<think>\n{{ m.reasoning_content or '' }}\n</think>\n\n{% endif %}"
-    "{{ m.content }}" + CHATML_CALLS.replace("'\n<tool_call>", "'<tool_call>") + "<|im_end|>\n{% endif %}{% endfor %}"
+    "{{ m.content }}" + INLINE_CALLS + "<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n"
     "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}",
     reasoned="<think>\nWHY\n</think>\n\n",
@@ -206,7 +207,7 @@ QWEN_3_5 = replace(
     "{% if m.role == 'assistant' and loop.index0 > ns.newest %}<think>\n"
     "{{ (m.reasoning_content or (parts[0].split('<think>')[-1] if parts[1:] else '')) | trim }}\n</think>\n\n"
     "{% endif %}{{ parts[-1].lstrip('\n') if m.role == 'assistant' else m.content }}"
-    + CHATML_CALLS.replace("'\n<tool_call>", "'<tool_call>")
+    + INLINE_CALLS
     + "<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n"
     "{% if enable_thinking is defined and not enable_thinking %}\n</think>\n\n{% endif %}{% endif %}",
     reasoned="WHY\n</think>\n\n",
@@ -218,7 +219,7 @@ QWEN_3_8 = replace(
     template="{% for m in messages %}{% if m.role == 'tool' %}" + CHATML_TOOL + "{% else %}<|im_start|>{{ m.role }}\n"
     "{% if m.role == 'assistant' and (preserve_thinking is not defined or preserve_thinking) %}<think>\n"
     "{{ m.reasoning_content | default('') | trim }}\n</think>\n\n{% endif %}{{ m.content }}"
-    + CHATML_CALLS.replace("'\n<tool_call>", "'<tool_call>")
+    + INLINE_CALLS
     + "<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}",
 )
 
@@ -498,7 +499,7 @@ def test_labels_are_what_the_target_writes_after_the_prompt_as_served(name: str,
     tokenizer = template.tokenizer
     answers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
     as_read = REASONED if messages is IN_TEXT and family.reasoned else messages
-    expected = []
+    expected: list[tuple[Any, ...]] = []
     for n in answers:
         prompt = template.render(template.prepared(as_read[:n], place=""), place="", answer_next=True)
         opened, empty = max(family.bare, family.bare_call if "tool_calls" in as_read[n] else family.bare)
@@ -507,7 +508,7 @@ def test_labels_are_what_the_target_writes_after_the_prompt_as_served(name: str,
         expected.append(tuple(tokenizer([prompt, str(written(family, as_read[n]))])["input_ids"]))
 
     (documents,) = encode_conversations(template, [read_conversation(template, messages, place="f:1")[0]])
-    found = []
+    found: list[tuple[Any, ...]] = []
     for document in documents:
         at = 0
         for is_label, run in groupby(document.labels.tolist()):

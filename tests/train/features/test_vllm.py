@@ -6,7 +6,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext
 from pathlib import Path
@@ -162,23 +162,23 @@ LAST = r"its last states give log-probabilities .* from its own"
 
 
 @pytest.mark.parametrize(
-    ("mistake", "has_room", "words"),
+    ("mistake", "memory", "words"),
     [
-        ({"shift": -1}, True, "its state number 1 enters layer 1, expected what enters layer 2"),
-        ({"post_norm": True}, True, "leaves the final norm, expected what leaves the last layer"),
-        ({"shift": -1}, False, LAST),
-        ({"post_norm": True}, False, LAST),
+        ({"shift": -1}, nullcontext, "its state number 1 enters layer 1, expected what enters layer 2"),
+        ({"post_norm": True}, nullcontext, "leaves the final norm, expected what leaves the last layer"),
+        ({"shift": -1}, little_memory, LAST),
+        ({"post_norm": True}, little_memory, LAST),
     ],
 )
 def test_wrong_layers_are_found_before_the_first_step_with_room_for_the_target_or_without(
-    mistake: dict[str, Any], has_room: bool, words: str, served: Settings, server: StubServer, tmp_path: Path
+    mistake: dict[str, Any], memory: Callable[[], Any], words: str, served: Settings, server: StubServer, tmp_path: Path
 ) -> None:
     model: Any = server.target.model
     model.model.norm.weight.data.uniform_(0.2, 3.0, generator=torch.Generator().manual_seed(0))  # two are not one
     served["target"] = {"path": shutil.copytree(served["target"]["path"], str(tmp_path / "normed"))}
     model.save_pretrained(tmp_path / "normed")
     vars(server).update(mistake)
-    with nullcontext() if has_room else little_memory(), pytest.raises(UserError, match=words):
+    with memory(), pytest.raises(UserError, match=words):
         train_in(served)
     assert not Path(served["output_dir"], "metrics.jsonl").exists()
 

@@ -21,7 +21,6 @@ from tests.support.runs import forget_accelerator, the_error
 from train.data.dialogues import first_turns, read_asked
 from train.entry import attempt
 from train.recipe.recipe import KINDS, load_recipe
-from train.run import training_loop
 
 NUMBER = 40
 SMALL = [
@@ -128,24 +127,6 @@ def test_a_head_has_the_form_that_its_engines_read(
     assert (head.fc_norm, head.norm_output) == (norms, norms) and head.serve
     shown = capsys.readouterr()
     assert f"the head is {said}" in shown.out + shown.err
-
-
-@pytest.mark.parametrize(
-    ("words", "fault"),
-    [
-        (["head.serve=[llama.cpp]", "head.fc_norm=true"], "llama.cpp b11549 refuses heads with fc_norm"),
-        (["head.serve=[vllm,openvino]", "head.norm_output=true"], "norm_output: is not read, so another head would"),
-        (["head.serve=[llama.cpp]", "head.aux_layer_ids=[2,4]"], "takes heads that read three layers of the target"),
-    ],
-)
-def test_what_an_engine_would_not_serve_is_refused_before_data_is_read(
-    words: list[str], fault: str, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(training_loop, "load_data", None)
-    forget_accelerator()
-    assert derived("eagle", *SMALL, *words) == 2
-    error = the_error(capsys)
-    assert "head.serve: " in error and fault in error
 
 
 @pytest.mark.slow

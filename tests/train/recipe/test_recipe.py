@@ -37,13 +37,6 @@ def faults(tmp_path: Path, text: str, *overrides: str) -> list[str]:
     return str(caught.value).replace(f"{tmp_path}/", "").splitlines()
 
 
-def test_a_good_recipe_loads_and_its_dump_is_the_same_recipe(tmp_path: Path) -> None:
-    recipe = load(tmp_path, GOOD, "train.schedule=wsd", "eval.temperature=0.5")
-    assert recipe.train.lr == 1e-4
-    assert recipe.head.model_dump(exclude_unset=True) == {"kind": "eagle3", "depth": 3, "aux_layer_ids": (1, 2, 3)}
-    assert load(tmp_path, dump_recipe(plain_settings(recipe))) == recipe
-
-
 def test_paths_are_read_as_a_shell_reads_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In every place of a recipe, and of a command line; what is there under the name as it stands is that."""
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -71,13 +64,6 @@ def test_only_the_report_looks_for_drafts(tmp_path: Path) -> None:
     recipe = load(tmp_path, GOOD, "eval.report.tree=[auto, 'chain:2']")
     assert recipe.eval.report.tree == ("auto", "chain:2")
     assert load(tmp_path, GOOD, "eval.report.tree=auto").eval.final().trees == ("auto",), "of one value, too"
-
-
-def test_a_default_that_has_no_effect_is_no_fault(tmp_path: Path) -> None:
-    """A run's own recipe has every default, and is changed on the command line."""
-    own = dump_recipe(plain_settings(load(tmp_path, GOOD, "eval.report.temperature=[0, 1]")))
-    assert "top_k: 0" in own
-    assert load(tmp_path, own, "eval.report.temperature=[0]").eval.report.temperature == (0,)
 
 
 def test_all_faults_are_given_at_once_with_file_key_and_suggestion(tmp_path: Path) -> None:

@@ -59,7 +59,10 @@ def test_a_run_goes_on_bit_for_bit_and_leaves_a_head(
     assert same(weights(folder, 4), first)
 
 
+LOST = "data.sources.0.path=no.jsonl"
 REFUSED: list[tuple[str, str, str]] = [
+    ("eagle", f"head.serve=[llama.cpp] & head.fc_norm=true & {LOST}", "llama.cpp b11549 refuses heads with fc_norm"),
+    ("eagle", f"head.serve=[vllm,openvino] & head.norm_output=true & {LOST}", "norm_output: is not read, so another"),
     ("dflash", "head.mask_token_id=71", "head.mask_token_id: the data has the token 71, 'b'"),
     ("dflash", "head.block_size=60", "data.context_length: 48 tokens cannot hold a root and a draft of 59"),
     ("dflash", "eval.tree=chain:4", "tree chain:4: 4 levels, the head drafts 3 in a block of 4; ask for"),
@@ -78,7 +81,7 @@ REFUSED: list[tuple[str, str, str]] = [
 
 
 @pytest.mark.parametrize(("entry", "override", "fault"), REFUSED)
-def test_what_cannot_be_trained_is_refused_before(
+def test_what_cannot_be_trained_or_served_is_refused_before(
     entry: str, override: str, fault: str, settings: Settings, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert attempt(entry, [str(write_recipe(of_kind(settings, entry))), *override.split(" & ")]) == 2
