@@ -21,14 +21,8 @@ from scripts.draw_rooms import (
 )
 
 ORDER = ("heads", "eval", "train", "scripts", "tests")  # each may import itself and the ones before it
-LEAN = {
-    "torch",
-    "transformers",
-    "safetensors",
-    "numpy",
-    "pydantic",
-    "triton",
-}  # what heads/ and eval/runtime/ may import
+LEAN = {"torch", "transformers", "safetensors", "numpy", "pydantic", "triton"}
+"""What heads/ and eval/runtime/ may import."""
 OPTIONAL = {"heads/targets/quantization.py": {"torchao"}, "heads/targets/merge_adapter.py": {"peft"}}
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 

@@ -2,13 +2,12 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.support.processes import ROOT, finish, start
+
 ONLY_AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
 MACHINES = {
     "avx2": (ONLY_AVX2 | {"CFLAGS": "-march=x86-64-v3"}, "torch and products in C", "no"),
@@ -25,27 +24,19 @@ SHORT = (
 @pytest.mark.slow
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="AVX2 is x86's")
 @pytest.mark.parametrize("machine", MACHINES)
-def test_the_quickstart_runs_on_it(machine: str, tmp_path: Path) -> None:
+def test_the_quickstart_runs_on_it(machine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limits, decoder, precision = MACHINES[machine]
+    for name, value in limits.items():
+        monkeypatch.setenv(name, value)
     run, bench = tmp_path / "run", tmp_path / "bench"
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}
-    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **limits}
-
-    def call(*command: str) -> str:
-        done = subprocess.run(
-            [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stderr
-
-    said = call("train/eagle.py", "recipes/quickstart.yaml", f"output_dir={run}", *SHORT)
+    said = finish(start(Path("recipes/quickstart.yaml"), f"output_dir={run}", *SHORT))
     state = json.loads((run / "checkpoints/step-3/state.json").read_text())
     assert precision in (None, state["precision"])
     trains = "bf16" if state["precision"] == "bf16" else "fp32"
     setup = next(line for line in said.splitlines() if "decodes in" in line)
     assert f"1 thread: decodes in float32 by {decoder}, trains in {trains}" in setup
-
-    said = call("eval/bench.py", str(run), "--num-prompts", "2", "--max-new-tokens", "8", "--out", str(bench))
+    options = "--num-prompts", "2", "--max-new-tokens", "8", "--out", str(bench)
+    said = finish(start(run, *options, script=ROOT / "eval/bench.py"))
     assert f"1 thread: decodes in float32 by {decoder}" in said
     results = json.loads((bench / "results.json").read_text())
     assert results["decoder"] == decoder and results["exact"]["identical"] == results["exact"]["prompts"] == 2

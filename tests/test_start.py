@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import ROOT, finish, launcher, start, wait_for
+from tests.support.processes import ROOT, form_launcher, start, wait_for
 from tests.support.runs import forget_accelerator, lines, same, weights
 from train.entry import attempt
 
@@ -106,7 +106,7 @@ def test_a_launched_run_that_was_killed_goes_on_to_the_same_weights(tiny_run: Pa
     """By `accelerate launch` and the configuration that comes with it, which says nothing itself."""
     settings = ["train.max_steps=24", "train.checkpoint_every=2", "eval.max_new_tokens=4"]
     shutil.copytree(tiny_run, tmp_path, dirs_exist_ok=True)
-    launch = launcher("-q", "--config_file", str(ROOT / "recipes/accelerate/local.yaml"))
+    launch = form_launcher("local", "-q")
     killed = start(Path("recipe.yaml"), "output_dir=broken", *settings, launcher=launch, folder=tmp_path)
     wait_for(tmp_path / "broken", 3, killed)
     os.killpg(killed.pid, signal.SIGKILL)
@@ -120,16 +120,6 @@ def test_a_launched_run_that_was_killed_goes_on_to_the_same_weights(tiny_run: Pa
             assert attempt("eagle", ["recipe.yaml", f"output_dir={folder}", *settings]) == 0
         forget_accelerator()
     assert same(weights(tmp_path / "broken", 24), weights(tmp_path / "whole", 24))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("change", ["trian.max_steps=3", "data.sources.0.path=no.jsonl"])
-def test_a_mistake_is_the_last_line_of_both_forms_of_a_launch(change: str, tiny_run: Path, tmp_path: Path) -> None:
-    shutil.copytree(tiny_run, tmp_path, dirs_exist_ok=True)
-    launch = launcher("-q", "--config_file", str(ROOT / "recipes/accelerate/local.yaml"))
-    for form, status in ((None, 2), (launch, 1)):
-        said = finish(start(Path("recipe.yaml"), "output_dir=new", change, launcher=form, folder=tmp_path), status)
-        assert said.splitlines()[-1].startswith("error: ") and said.count("error: ") == 1, said
 
 
 @pytest.mark.slow

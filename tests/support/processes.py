@@ -41,6 +41,11 @@ def launcher(*flags: str) -> list[str]:
     return [sys.executable, "-m", "accelerate.commands.launch", *flags]
 
 
+def form_launcher(form: str, *flags: str) -> list[str]:
+    """Return the launch of one of the configurations that come with the project."""
+    return launcher(*flags, "--config_file", str(ROOT / f"recipes/accelerate/{form}.yaml"))
+
+
 def wait_for(run: Path, step: int, process: subprocess.Popen[str]) -> None:
     """Wait until metrics.jsonl of the run has a line of `step`."""
     while process.poll() is None:

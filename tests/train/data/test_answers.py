@@ -1,15 +1,17 @@
 """The target's own answers: what the runtime gives, asked for once for all heads and any number of processes."""
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
 from eval.core.progress import Progress
 from eval.runtime.engine import Engine, EngineOptions, Request
@@ -17,10 +19,11 @@ from heads.core.errors import UserError
 from heads.core.files import lock
 from heads.targets.frozen_target import FrozenTarget
 from heads.targets.load import load_target
-from heads.targets.target_files import load_tokenizer
+from tests.conftest import CHAT_TEMPLATE
 from tests.support.answering import Stub, by_engine, serving
 from tests.support.chats import reader_of, talk, write_chats
 from tests.support.faults import small_files
+from tests.support.runs import Settings, same, train, weights, write_recipe
 from train.data.answers import TargetAnswers, describe_cut, open_answers
 from train.data.data_settings import Data
 from train.data.tokenise import read_source
@@ -30,37 +33,28 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 WORDS = ["the sea", "ten birds", "a stone", "the sand", "there", "read on", "so", "no end"]
 
 
-@pytest.fixture(scope="module")
-def target(tiny_target_dir: Path) -> FrozenTarget:
-    return load_target(str(tiny_target_dir))
-
-
-class Noting(Engine):
-    """An engine that notes the requests that it is given."""
-
-    noted: ClassVar[list[Request]] = []
-
-    def generate(self, requests: Any, *, on_tokens: Any = None) -> Any:
-        return super().generate(map(self.note, requests), on_tokens=on_tokens)
-
-    def note(self, request: Request) -> Request:
-        self.noted.append(request)
-        return request
-
-
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
     """Requests that engines were given."""
+    noted: list[Request] = []
+
+    def note(request: Request) -> Request:
+        noted.append(request)
+        return request
+
+    class Noting(Engine):
+        def generate(self, requests: Any, **options: Any) -> Any:
+            return super().generate(map(note, requests), **options)
+
     monkeypatch.setattr("train.data.answers.Engine", Noting)
-    Noting.noted.clear()
-    return Noting.noted
+    return noted
 
 
 Make = Callable[..., TargetAnswers]
 
 
 @pytest.fixture
-def make(target: FrozenTarget, tmp_path: Path) -> Make:
+def make(target: FrozenTarget, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> Make:
     """settings of `data.regenerate` -> the answers of the tiny target to short conversations."""
 
     def make(*, turns: int = 2, seed: int = 0, **settings: Any) -> TargetAnswers:
@@ -68,7 +62,7 @@ def make(target: FrozenTarget, tmp_path: Path) -> Make:
         source = write_chats(tmp_path / f"chats-{turns}.jsonl", ({"messages": talk(*texts)} for texts in said))
         regenerate = {"prompts": 20, "prompt_tokens": 64, "new_tokens": 6, "batch_size": 2, **settings}
         data = Data.model_validate({"sources": [source], "regenerate": regenerate})
-        return open_answers(data, seed, target, reader_of(load_tokenizer(target.name)))
+        return open_answers(data, seed, target, reader_of(tokenizer))
 
     return make
 
@@ -96,7 +90,7 @@ def test_answers_are_the_targets_to_every_turn(
     path = tmp_path / "answers.jsonl"
     path.write_bytes(b"".join(answers.lines()))
     source = Data.model_validate({"sources": [{"kind": "chat", "path": str(path)}]}).sources[0]
-    read = read_source(source, "data.sources.0", reader_of(load_tokenizer(target.name)))
+    read = read_source(source, "data.sources.0", answers.reader)
     assert read.tally.forms == {"exchanges": 20} and read.digest == corpus.digest
 
 
@@ -189,18 +183,19 @@ def test_processes_divide_the_conversations(make: Make, asked: list[Request]) ->
     answers = make(turns=1)
     answers.folder.mkdir(parents=True)
     paths = [answers.folder / f"{process}.jsonl" for process in range(2)]
-    for process, path in enumerate(paths):
-        path.touch()
+    for process in range(2):
         accelerator: Any = SimpleNamespace(process_index=process, num_processes=2, wait_for_everyone=lambda: None)
+        share = replace(answers, reader=replace(answers.reader, accelerator=accelerator))
         if process == 0:
             with pytest.raises(UserError, match="the machines of this launch do not share it"):
-                replace(answers, reader=replace(answers.reader, accelerator=accelerator)).generate()
+                share.generate()
             paths[1].touch()
-        replace(answers, reader=replace(answers.reader, accelerator=accelerator)).generate()
+        share.generate()
     assert [len(path.read_bytes().splitlines()) for path in paths] == [10, 10]
+    paths[1].write_bytes(b"".join(paths[1].read_bytes().splitlines(keepends=True)[:7]))
     asked.clear()
-    answers.generate()
-    assert not asked and [record["number"] for record in records(answers)] == list(range(20))
+    answers.generate()  # one process goes on
+    assert len(asked) == 3 and [record["number"] for record in records(answers)] == list(range(20))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -269,17 +264,18 @@ def test_a_server_that_samples_otherwise_is_refused(make: Make, target: FrozenTa
 
 
 def test_prompts_come_from_every_source_by_weight(
-    settings: dict[str, Any], tmp_path: Path, target: FrozenTarget
+    settings: dict[str, Any], tmp_path: Path, target: FrozenTarget, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     chats = tmp_path / "chats.jsonl"
     chat = write_chats(chats, ({"instruction": f"say {n}", "response": "so"} for n in range(20)))
     sources = [settings["data"]["sources"][0] | {"weight": 1.0}, chat | {"weight": 3.0}]
-    tokenizer = load_tokenizer(target.name)
+
+    def opened(sources: list[dict[str, Any]], **regenerate: Any) -> TargetAnswers:
+        data = Data.model_validate({"sources": sources, "regenerate": regenerate})
+        return open_answers(data, 0, target, reader_of(tokenizer))
 
     def read(count: int) -> list[list[int]]:
-        regenerate = {"prompts": count, "prompt_tokens": 12, "new_tokens": 16}
-        data = Data.model_validate({"sources": sources, "regenerate": regenerate})
-        answers = open_answers(data, 0, target, reader_of(tokenizer))
+        answers = opened(sources, prompts=count, prompt_tokens=12, new_tokens=16)
         firsts = [first.ids.tolist() for prompts in answers.prompts for first in prompts.corpus]
         assert [dialogue.prompt for dialogue in answers.dialogues()] == firsts
         return firsts
@@ -290,6 +286,39 @@ def test_prompts_come_from_every_source_by_weight(
     with pytest.raises(UserError, match=r"chats.jsonl gives 20 prompts of at most 12 tokens, expected 30"):
         read(40)
     chats.write_text('{"text": "short"}\n')
-    data = Data.model_validate({"sources": [{"kind": "text", "path": str(chats)}], "regenerate": {}})
     with pytest.raises(UserError, match="no text has 40 characters"):
-        open_answers(data, 0, target, reader_of(tokenizer))
+        opened([{"kind": "text", "path": str(chats)}])
+
+
+DATED = "{{ date_string if date_string is defined else strftime_now('%d %b %Y') }}" + CHAT_TEMPLATE
+"""A template with the day in it, which an argument can fix, as Llama 3.1's has it."""
+
+
+@pytest.mark.slow
+def test_a_day_on_no_answer_is_made_anew(
+    settings: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By a run that began on another day, by another folder that is given its day, and by a recipe that states it."""
+    (tmp_path / "dated.jinja").write_text(DATED)
+    records = ({"messages": talk(*(f"the sea {n} {k}" for k in range(4)))} for n in range(20))
+    source = write_chats(tmp_path / "chats.jsonl", records) | {"chat_template": str(tmp_path / "dated.jinja")}
+    regenerate = {"prompts": 20, "prompt_tokens": 64, "new_tokens": 8}
+    settings["data"] = {"sources": [source], "context_length": 96, "regenerate": regenerate}
+    recipe, run = write_recipe(settings), tmp_path / "run"
+
+    def answered(*overrides: str) -> bool:
+        train(recipe, *overrides)
+        return "data.regenerate: 20 conversations answered, " in capsys.readouterr().err
+
+    for folder in (run, tmp_path / "second"):
+        folder.mkdir()
+        (folder / "data.json").write_text('{"date": "2031-02-03"}')
+    assert answered()
+    whole = weights(run, 6)
+    for step in (4, 6):
+        shutil.rmtree(run / f"checkpoints/step-{step}")
+    assert not answered() and same(weights(run, 6), whole)
+    assert not answered(f"output_dir={tmp_path}/second", "head.depth=3")
+    assert not answered(f"output_dir={tmp_path}/third", "data.template.date_string=03 Feb 2031")
+    assert answered(f"output_dir={tmp_path}/fourth"), "it saw the new day"
+    assert json.loads((tmp_path / "fourth/data.json").read_text()) == {"date": str(date.today())}

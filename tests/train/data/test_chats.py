@@ -2,18 +2,16 @@
 
 import copy
 from datetime import date
-from functools import cache
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from eval.data.chat_template import ChatTemplate
-from eval.data.conversation_forms import Chat, read_chat
+from eval.data.conversation_forms import REASONING, Chat, read_chat
 from eval.data.data_files import RecordError
 from eval.data.prompts import render
 from eval.data.template_arguments import with_arguments
@@ -37,17 +35,6 @@ REWRITING = "{{ messages | length }}{% for m in messages %}<|{{ m.role }}|>{{ m.
 TALK = [{"role": "system", "content": "be kind"}, *talk("hi", "the sea", "and", "sand")]
 
 
-@cache
-def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
-    return loaded
-
-
-@pytest.fixture
-def tokenizer(tiny_target_dir: Path) -> PreTrainedTokenizerBase:
-    return read_tokenizer(tiny_target_dir)
-
-
 def marked(
     tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], template: str | None = None
 ) -> list[str]:
@@ -58,15 +45,6 @@ def marked(
 def first_prompt(template: ChatTemplate, messages: list[dict[str, Any]], tools: Any = None) -> list[int] | None:
     """The tokens that are put to the target first."""
     return ChatDialogue(template, Chat(messages, tools, "", ()), "f:1", 100).prompt
-
-
-def test_answers_are_labels_and_what_a_template_adds_after_their_end_is_none(
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
-    assert marked(tokenizer, TALK) == [
-        "<s><|system|>be kind<|user|>hi<|assistant|>[the sea</s>]<|user|>and<|assistant|>[sand</s>]"
-    ]
-    assert marked(tokenizer, TALK[1:3], CHATML) == ["<|user|>\nhi</s>\n<|assistant|>\n[the sea</s>]"]
 
 
 THINKING = (
@@ -87,24 +65,19 @@ WORDS = st.text(st.sampled_from("the sander\n é</|>"), max_size=12) | st.sample
 @given(turns=st.lists(st.tuples(WORDS, WORDS), min_size=1, max_size=4))
 @pytest.mark.parametrize("template", [None, CHATML, FORGETFUL, THINKING, RUNNING_ON, MARKED])
 def test_offsets_give_the_labels_that_the_tokens_of_each_turn_give(
-    template: str | None, turns: list[tuple[str, str]], tiny_target_dir: Path
+    template: str | None, turns: list[tuple[str, str]], tokenizer: PreTrainedTokenizerBase
 ) -> None:
     assume(not any("</s>" in answer.removesuffix("</s>") for _, answer in turns))  # they are left out
-    chat = ChatTemplate(read_tokenizer(tiny_target_dir), template)
+    chat = ChatTemplate(tokenizer, template)
     texts, _ = read_conversation(chat, talk(*chain.from_iterable(turns)), place="f:1")
     (found,) = encode_conversations(chat, [texts])
-    expected = encode_turn_by_turn(chat.tokenizer, texts)
-    assert [d.ids.tolist() for d in found] == [d.ids.tolist() for d in expected]
-    assert [d.labels.tolist() for d in found] == [d.labels.tolist() for d in expected]
+    both = found, encode_turn_by_turn(tokenizer, texts)
+    ours, expected = ([(d.ids.tolist(), d.labels.tolist()) for d in documents] for documents in both)
+    assert ours == expected
 
 
 @pytest.mark.parametrize(
-    "answer",
-    [
-        {"content": "<think>so</think>sea"},
-        {"content": "sea", "reasoning_content": "so"},
-        {"content": "sea", "reasoning": "so"},
-    ],
+    "answer", [{"content": "<think>so</think>sea"}, *({"content": "sea", key: "so"} for key in REASONING)]
 )
 def test_a_template_that_drops_reasoning_which_the_record_holds_is_refused(
     answer: dict[str, Any], tokenizer: PreTrainedTokenizerBase
@@ -125,9 +98,8 @@ def test_arguments_reach_the_template(tokenizer: PreTrainedTokenizerBase) -> Non
     assert prompt is not None and str(tokenizer.decode(prompt)).endswith("<|assistant|>\nso ")
     for own in (template, "{% generation %}" + template + "{% endgeneration %}"):
         assert ChatTemplate(tokenizer, own).arguments_read() == ["calm"]
-    twin: Any = copy.copy(tokenizer)
     for form in ({"default": template, "tool_use": template}, template):
-        twin.chat_template = form
+        twin = with_template(tokenizer, form)
         _, asked = render(TALK[1:2], with_arguments(twin, {"calm": True}))
         assert list(asked) == prompt and twin.chat_template == form
 
@@ -150,14 +122,6 @@ def test_an_answer_follows_its_prompt_as_served_where_the_template_rewrites_it(
     emptied = "{% for m in messages %}{{ m.content if loop.last }}{% endfor %}"
     with pytest.raises(UserError, match=r"f:3: the chat template rewrites what stands before the answer of turn 2"):
         encode_chat(tokenizer, TALK[1:3], place="f:3", chat_template=emptied)
-
-
-def test_the_first_of_the_targets_end_tokens_ends_an_answer(tokenizer: PreTrainedTokenizerBase) -> None:
-    end_ids: Any = tokenizer.convert_tokens_to_ids(["<|system|>"])
-    chat = ChatTemplate(tokenizer, CHATML.replace("</s>", "<|system|></s>"), end_ids=end_ids)
-    texts, _ = read_conversation(chat, talk("hi", "the sea"), place="f:1")
-    (documents,) = encode_conversations(chat, [texts])
-    assert bracketed(tokenizer, documents) == ["<|user|>\nhi<|system|></s>\n<|assistant|>\n[the sea<|system|>]"]
 
 
 @pytest.mark.parametrize("answer", ["`</s>` ends a turn", "a</s>b"])
@@ -183,9 +147,6 @@ def test_an_answer_of_weight_0_is_context(mark: dict[str, Any], tokenizer: PreTr
     assert marked(tokenizer, weighted(one, mark)) == ["<s><|user|>hi<|assistant|>[the sea</s>]"]
     (document,) = encode_chat(tokenizer, weighted(one, mark), last_only=True)
     assert tokenizer.decode(document.ids[document.labels]) == "the sea</s>", "the last answer to train on"
-    with pytest.raises(RecordError, match="f:1: expected an answer to train on") as caught:
-        encode_chat(tokenizer, weighted(mark, mark), place="f:1")
-    assert caught.value.reason == "whose answers all have weight 0"
 
 
 def test_null_says_nothing_where_every_turn_of_a_table_has_the_column() -> None:
@@ -193,44 +154,22 @@ def test_null_says_nothing_where_every_turn_of_a_table_has_the_column() -> None:
     assert ["weight" in turn for turn in read_chat(("f:1", {"messages": turns})).messages] == [False] * 4 + [True]
 
 
-CALLS = "{% for c in m.tool_calls %}{{ '<call>' ~ c.name ~ '(' ~ c.arguments.at ~ ')' }}{% endfor %}"
-CALLING = (
-    "{% if tools %}<tools>{{ tools[0].name }}{% endif %}{% for m in messages %}<|{{ m.role }}|>{% if m.content %}"
-    "{{ m.content }}{% endif %}CALLS{% if m.role == 'assistant' %}</s>{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
-CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"at": "sea"}'}}
-
-
-def calling(content: dict[str, Any]) -> list[dict[str, Any]]:
-    turns = [
-        {"role": "user", "content": "hi"},
-        {"role": "assistant", **content, "tool_calls": [CALL]},
-        {"role": "tool", "content": "blue"},
-        {"role": "assistant", "content": "blue", "tool_calls": None},
-    ]
-    return read_chat(("f:1", {"messages": turns})).messages
-
-
-@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}])
-def test_calls_of_tools_render_as_the_template_wants_them(
-    content: dict[str, Any], tokenizer: PreTrainedTokenizerBase
-) -> None:
+def test_calls_of_tools_have_the_form_that_the_template_reads(tokenizer: PreTrainedTokenizerBase) -> None:
     """Here name and arguments alone; the other forms are those of the families in test_templates.py."""
-    template = CALLING.replace("CALLS", CALLS)
-    text = "<|user|>hi<|assistant|>[<call>look(sea)</s>]<|tool|>blue<|assistant|>[blue</s>]"
-    assert marked(tokenizer, calling(content), template) == [text]
+    call = "{% for c in m.tool_calls or [] %}<call>{{ c.name }}({{ c.arguments.at }}){% endfor %}"
+    template = CHATML.replace("{{ m.content }}", "{{ m.content }}" + call)
     function: dict[str, Any] = {"name": "look", "arguments": {"at": "sea"}}
-    for call in ({**CALL, "function": function}, function):
-        messages = [
-            {**message, "tool_calls": [call]} if "tool_calls" in message else message for message in calling(content)
-        ]
-        assert marked(tokenizer, messages, template) == [text]
+    as_text = {"name": "look", "arguments": '{"at": "sea"}'}
+    for form in ({"type": "function", "function": as_text}, {"type": "function", "function": function}, function):
+        calling = {"role": "assistant", "content": "", "tool_calls": [form]}
+        text = "<|user|>\nhi</s>\n<|assistant|>\n[<call>look(sea)</s>]\n<|tool|>\nso</s>\n<|assistant|>\n[the sea</s>]"
+        assert marked(tokenizer, [TALK[1], calling, {"role": "tool", "content": "so"}, TALK[2]], template) == [text]
 
 
 def test_tools_are_what_the_template_is_given(tokenizer: PreTrainedTokenizerBase) -> None:
-    prompt = first_prompt(ChatTemplate(tokenizer, CALLING.replace("CALLS", "")), TALK[1:3], [{"name": "look"}])
-    assert prompt is not None and tokenizer.decode(prompt) == "<tools>look<|user|>hi<|assistant|>"
+    template = "{% if tools %}<tools>{{ tools[0].name }}{% endif %}" + CHATML
+    prompt = first_prompt(ChatTemplate(tokenizer, template), TALK[1:3], [{"name": "look"}])
+    assert prompt is not None and tokenizer.decode(prompt) == "<tools>look<|user|>\nhi</s>\n<|assistant|>\n"
 
 
 def test_text_is_all_labels_and_ends_with_end_of_text(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -260,14 +199,12 @@ def test_a_template_that_reads_parts_gets_them_and_one_that_leaves_a_turn_out_is
         encode_chat(tokenizer, TALK, place="f:1", chat_template=deaf)
 
 
-def with_template(tokenizer: PreTrainedTokenizerBase, template: str) -> PreTrainedTokenizerBase:
+def with_template(tokenizer: PreTrainedTokenizerBase, template: Any) -> PreTrainedTokenizerBase:
     twin: Any = copy.copy(tokenizer)
     twin.chat_template = template
     return twin  # type: ignore[no-any-return]
 
 
-def test_chat_data_needs_a_template(tiny_target_dir: Path) -> None:
-    bare = AutoTokenizer.from_pretrained(tiny_target_dir)
-    bare.chat_template = None
+def test_chat_data_needs_a_template(tokenizer: PreTrainedTokenizerBase) -> None:
     with pytest.raises(UserError, match=r"no chat template.*use kind text"):
-        ChatTemplate(bare).check("x.jsonl")
+        ChatTemplate(with_template(tokenizer, None)).check("x.jsonl")

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transformers import AutoTokenizer
+from transformers import PreTrainedTokenizerBase
 
 from heads.core.errors import UserError
+from heads.targets.target_files import load_tokenizer
 from tests.support.chats import reader_of
 from tests.support.faults import small_files
 from train.data import tokenise
@@ -57,9 +58,9 @@ def test_a_fault_on_the_way_leaves_nothing() -> None:
 
 
 def test_a_cache_that_cannot_be_written_is_one_line(
-    tmp_path: Path, tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, reader = tmp_path / "a.txt", reader_of(AutoTokenizer.from_pretrained(tiny_target_dir))
+    path, reader = tmp_path / "a.txt", reader_of(tokenizer)
     path.write_text("the sea " * 9999)
     with small_files(5000), pytest.raises(UserError, match=r"cache: cannot be written to .*; free space there, or"):
         read_source(TextSource(kind="text", path=str(path)), "s", reader)
@@ -71,7 +72,7 @@ def test_a_cache_that_cannot_be_written_is_one_line(
 def test_the_fingerprint_is_what_the_tokens_depend_on(
     tmp_path: Path, tiny_target_dir: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokenizer, other = (AutoTokenizer.from_pretrained(tiny_target_dir) for _ in range(2))
+    tokenizer, other = (load_tokenizer(str(tiny_target_dir)) for _ in range(2))
     other.add_tokens("sea")
     path = tmp_path / "a.jsonl"
     path.write_text('{"messages": [{"role": "user", "content": "the sea"}, {"role": "assistant", "content": "b"}]}\n')
@@ -93,8 +94,7 @@ def test_the_fingerprint_is_what_the_tokens_depend_on(
     assert entries(replace(reader, rendering=replace(reader.rendering, end_ids=[7]))) == 7
     path.write_text(path.read_text() * 2)
     assert entries() == 8
-    path.rename(tmp_path / "b.jsonl")
-    path = tmp_path / "b.jsonl"
+    path = path.rename(tmp_path / "b.jsonl")
     assert entries() == 8
     path.write_text('{"text": "the sea"}\n')
     assert entries(source=TextSource) == 9
@@ -107,10 +107,10 @@ def test_the_fingerprint_is_what_the_tokens_depend_on(
 
 
 def test_several_processes_give_the_same_documents(
-    tmp_path: Path, tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And a fault in one of them is the run's, with its place."""
-    path, reader = tmp_path / "a.jsonl", reader_of(AutoTokenizer.from_pretrained(tiny_target_dir))
+    path, reader = tmp_path / "a.jsonl", reader_of(tokenizer)
     path.write_text("".join(f'{{"text": "{"the sea " * (n % 7)}{n}"}}\n' for n in range(300)))
 
     def read(name: str) -> Corpus:

@@ -1,18 +1,16 @@
 """Conversations put to the target turn by turn, on its own answers, and the documents that they make."""
 
 import copy
-from pathlib import Path
 from typing import Any
 
-import pytest
 from transformers import PreTrainedTokenizerBase
 
 from eval.data.chat_template import ChatTemplate
 from eval.data.conversation_forms import Chat
 from eval.data.data_files import Message
-from heads.targets.target_files import load_tokenizer
 from tests.support.chats import bracketed, talk
 from train.data.chats import join_texts
+from train.data.chats import token_ids as ids
 from train.data.corpus import Document
 from train.data.dialogues import ChatDialogue, Dialogue
 
@@ -24,31 +22,16 @@ FORGETFUL = (  # past answers lose what is before the bar, as reasoning is lost
 )
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tiny_target_dir: Path) -> PreTrainedTokenizerBase:
-    return load_tokenizer(str(tiny_target_dir))
-
-
-def ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    found: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return found
-
-
-def chat_of(messages: list[Message]) -> Chat:
-    return Chat(messages, None, "", ())
+def begin(template: ChatTemplate, messages: list[Message] = CHAT, limit: int = 100, **settings: bool) -> ChatDialogue:
+    return ChatDialogue(template, Chat(messages, None, "", ()), "x", limit, **settings)
 
 
 def converse(
-    tokenizer: PreTrainedTokenizerBase,
-    answers: list[str],
-    messages: list[Message] = CHAT,
-    template: str | None = None,
-    max_tokens: int = 100,
-    **settings: Any,
+    tokenizer: PreTrainedTokenizerBase, answers: list[str], *chat: Any, template: str | None = None, **settings: Any
 ) -> tuple[list[str], Dialogue]:
     """The prompts that a conversation gives, where the answers are these."""
-    dialogue = ChatDialogue(ChatTemplate(tokenizer, template), chat_of(messages), "x", max_tokens, **settings)
-    prompts = []
+    dialogue = begin(ChatTemplate(tokenizer, template), *chat, **settings)
+    prompts: list[str] = []
     for answer in answers:
         if dialogue.prompt is not None:
             prompts.append(str(tokenizer.decode(dialogue.prompt, clean_up_tokenization_spaces=False)))
@@ -62,7 +45,6 @@ def joined(dialogue: Dialogue) -> list[Document]:
 
 
 def documents(tokenizer: PreTrainedTokenizerBase, dialogue: Dialogue) -> list[str]:
-    """The text of each document, with its labels between brackets."""
     return bracketed(tokenizer, joined(dialogue))
 
 
@@ -85,7 +67,7 @@ def test_a_template_that_rewrites_answers_gives_each_a_document(tokenizer: PreTr
 
 def test_an_answer_that_is_tokenised_otherwise_keeps_its_own_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
     """As where a model writes a word in two tokens: the next prompt begins anew with the tokenizer's."""
-    dialogue = ChatDialogue(ChatTemplate(tokenizer), chat_of(CHAT), "x", 100)
+    dialogue = begin(ChatTemplate(tokenizer))
     written = [*ids(tokenizer, "t"), *ids(tokenizer, "h"), tokenizer.eos_token_id]
     assert written[:2] != ids(tokenizer, "th")
     dialogue.answer(written)
@@ -109,15 +91,15 @@ def test_an_answer_that_goes_through_text_comes_back(tokenizer: PreTrainedTokeni
 
 def test_an_answer_ends_at_a_token_that_is_not_special(tokenizer: PreTrainedTokenizerBase) -> None:
     ends = ids(tokenizer, "!")
-    dialogue = ChatDialogue(ChatTemplate(tokenizer, end_ids=ends), chat_of(CHAT), "x", 100)
+    dialogue = begin(ChatTemplate(tokenizer, end_ids=ends))
     dialogue.answer([*ids(tokenizer, "so"), *ends])
     assert dialogue.prompt == ids(tokenizer, "<s><|user|>one<|assistant|>so</s><|user|>two<|assistant|>")
 
 
 def test_a_conversation_ends_where_it_cannot_go_on(tokenizer: PreTrainedTokenizerBase) -> None:
-    prompts, dialogue = converse(tokenizer, ["so</s>"], max_tokens=10)
+    prompts, dialogue = converse(tokenizer, ["so</s>"], limit=10)
     assert len(prompts) == 1 and dialogue.cut == "a prompt of more than 10 tokens"
-    assert converse(tokenizer, [], max_tokens=3)[1].exchanges == []
+    assert converse(tokenizer, [], limit=3)[1].exchanges == []
     _, dialogue = converse(tokenizer, ["s<|user|>o</s>"])
     assert len(dialogue.exchanges) == 1 and dialogue.cut == "a turn on an answer with special tokens"
 
@@ -134,9 +116,9 @@ def test_calls_of_tools_stay_as_they_are(tokenizer: PreTrainedTokenizerBase) -> 
         "m.content.split('|')[-1]", "m.content + (m.tool_calls[0].function.name if m.tool_calls else '')"
     )
     chat = [CHAT[0], CALL, {"role": "tool", "content": "3"}, CHAT[1]]
-    prompts, _ = converse(tokenizer, ["so</s>"], chat, template)
+    prompts, _ = converse(tokenizer, ["so</s>"], chat, template=template)
     assert prompts == ["<|user|>one<|assistant|>f</s><|tool|>3<|assistant|>"]
-    prompts, _ = converse(tokenizer, ["so</s>"], chat[:3], template, last_only=True, calls=True)
+    prompts, _ = converse(tokenizer, ["so</s>"], chat[:3], template=template, last_only=True, calls=True)
     assert prompts == ["<|user|>one<|assistant|>"]
 
 

@@ -1,16 +1,18 @@
 """Real chat data: what cannot be used is skipped and counted, up to a share."""
 
+import copy
 import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from heads.core.errors import UserError
-from heads.targets.load import load_target
+from heads.targets.frozen_target import FrozenTarget
 from tests.eval.data.test_conversation_forms import GPT, HUMAN, A, U
 from tests.support.chats import reader_of
 from train.data.answers import open_answers
@@ -42,38 +44,45 @@ TEMPLATE = (
 
 
 @pytest.fixture
-def tokenizer(tiny_target_dir: Path) -> PreTrainedTokenizerBase:
-    loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(tiny_target_dir)
+def tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """A copy, with another chat template."""
+    loaded: Any = copy.deepcopy(tokenizer)
     loaded.chat_template = TEMPLATE
-    return loaded
+    return loaded  # type: ignore[no-any-return]
 
 
-def read(
-    records: list[dict[str, Any]], tmp_path: Path, tokenizer: PreTrainedTokenizerBase, **settings: Any
-) -> tuple[list[Document], list[str]]:
-    """The documents of an array file, and what is said of them."""
-    path = tmp_path / "chats.json"
-    path.write_text(json.dumps(records))
-    said: list[str] = []
-    source = ChatSource(kind="chat", path=str(path), **settings)
-    corpus = read_source(source, "data.sources.0", reader_of(tokenizer, said))
-    return list(corpus), said
+Read = Callable[..., tuple[list[Document], str]]
 
 
-def test_records_that_are_held_out_are_counted(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+@pytest.fixture
+def read(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> Read:
+    """(records, settings of the source) -> the documents of an array file, and what is said of them."""
+
+    def read(records: list[dict[str, Any]], **settings: Any) -> tuple[list[Document], str]:
+        path, said = tmp_path / "chats.json", list[str]()
+        path.write_text(json.dumps(records))
+        source = ChatSource(kind="chat", path=str(path), **settings)
+        corpus = read_source(source, "data.sources.0", reader_of(tokenizer, said))
+        (text,) = said
+        return list(corpus), text
+
+    return read
+
+
+def test_records_that_are_held_out_are_counted(tmp_path: Path, read: Read) -> None:
     held_out = tmp_path / "held-out.jsonl"
     other = {"messages": [{**U, "content": "and now?"}, A]}
     held_out.write_text(json.dumps(other))
-    documents, said = read([other, *[GOOD] * 3], tmp_path, tokenizer, held_out=str(held_out))
-    assert len(documents) == 3 and "4 records: 3 conversations" in said[0] and "are skipped" not in said[0]
-    assert "1 of 4 records are held out: they begin as one of held_out does" in said[0]
+    documents, said = read([other, *[GOOD] * 3], held_out=str(held_out))
+    assert len(documents) == 3 and "4 records: 3 conversations" in said and "are skipped" not in said
+    assert "1 of 4 records are held out: they begin as one of held_out does" in said
 
 
 @pytest.mark.parametrize("reason", ODD)
-def test_one_odd_record_is_left_out_and_given(reason: str, tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    documents, said = read([GOOD, ODD[reason], *[GOOD] * 18], tmp_path, tokenizer)
+def test_one_odd_record_is_left_out_and_given(reason: str, read: Read) -> None:
+    documents, said = read([GOOD, ODD[reason], *[GOOD] * 18])
     assert len(documents) == 19
-    (line,) = (line for line in said[0].splitlines() if "are skipped" in line)
+    (line,) = (line for line in said.splitlines() if "are skipped" in line)
     assert f"1 of 20 records are skipped: 1 {reason}; the first is" in line and "chats.json: record 2: " in line
 
 
@@ -81,16 +90,13 @@ def test_one_odd_record_is_left_out_and_given(reason: str, tmp_path: Path, token
     ("name", "weight", "got"),
     [("weight", "yes", "'yes'"), ("weight", 2, "2"), ("weight", None, "None"), ("loss", [], "[]")],
 )
-def test_a_weight_is_0_or_1(
-    name: str, weight: Any, got: str, tmp_path: Path, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    odd = {"messages": [U, {**A, name: weight}]}
-    _, said = read([odd, *[GOOD] * 19], tmp_path, tokenizer)
-    assert "1 of 20 records are skipped: 1 a weight other than 0 or 1; the first is" in said[0]
-    assert f"messages[1]: {name}: expected 0 (not to be trained on) or 1, got {got}" in said[0]
+def test_a_weight_is_0_or_1(name: str, weight: Any, got: str, read: Read) -> None:
+    _, said = read([{"messages": [U, {**A, name: weight}]}, *[GOOD] * 19])
+    assert "1 of 20 records are skipped: 1 a weight other than 0 or 1; the first is" in said
+    assert f"messages[1]: {name}: expected 0 (not to be trained on) or 1, got {got}" in said
 
 
-def test_what_is_worth_saying_of_answers_is_said_once(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_what_is_worth_saying_of_answers_is_said_once(tokenizer: PreTrainedTokenizerBase, read: Read) -> None:
     thinking = (
         "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' and loop.last %}<think>"
         "{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}</s>{% endfor %}"
@@ -99,30 +105,27 @@ def test_what_is_worth_saying_of_answers_is_said_once(tmp_path: Path, tokenizer:
     turns = [U, {**A, "masked": True}]
     records = [{"messages": given} for given in (turns * 2, [U, {**A, "reasoning_content": "so"}], turns)]
     tokenizer.chat_template = thinking
-    _, said = read(records, tmp_path, tokenizer)
-    assert "  3 answers have no reasoning, under a chat template that thinks\n" in said[0]
-    assert said[0].count("  3 answers have a key 'masked', which is not read; if it") == 1
+    _, said = read(records)
+    assert "  3 answers have no reasoning, under a chat template that thinks\n" in said
+    assert said.count("  3 answers have a key 'masked', which is not read; if it") == 1
     tokenizer.chat_template = "{% if enable_thinking is defined and not enable_thinking %}no {% endif %}" + thinking
-    _, said = read(records, tmp_path, tokenizer)
-    assert "that thinks; data.template.enable_thinking: false" in said[0]
+    assert "that thinks; data.template.enable_thinking: false" in read(records)[1]
 
 
-def test_reasons_are_counted_and_more_than_the_recipe_allows_are_refused(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
-) -> None:
+def test_reasons_are_counted_and_more_than_the_recipe_allows_are_refused(read: Read) -> None:
     records = [*[ODD["no turns"]] * 3, *ODD.values(), *[GOOD] * 4]
-    documents, said = read(records, tmp_path, tokenizer, max_skipped=0.8)
+    documents, said = read(records, max_skipped=0.8)
     assert len(documents) == 4
-    assert "16 of 20 records are skipped: 4 no turns, 1 " in said[0] and ", 8 others; the first is" in said[0]
+    assert "16 of 20 records are skipped: 4 no turns, 1 " in said and ", 8 others; the first is" in said
     with pytest.raises(UserError, match=r"16 of 20 records are skipped: 4 no .* record 1: .* max_skipped=0\.79"):
-        read(records, tmp_path, tokenizer, max_skipped=0.79)
+        read(records, max_skipped=0.79)
     with pytest.raises(UserError, match="no token to train on in its 0 texts"):
-        read([ODD["no turns"]], tmp_path, tokenizer, max_skipped=1.0)
+        read([ODD["no turns"]], max_skipped=1.0)
 
 
 @pytest.mark.parametrize("kind", ["chat", "text"])
 def test_a_record_with_a_token_that_the_target_lacks_is_left_out(
-    kind: str, tmp_path: Path, tiny_target_dir: Path, tokenizer: PreTrainedTokenizerBase
+    kind: str, tmp_path: Path, target: FrozenTarget, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     tokenizer.add_tokens(["<|image|>"], special_tokens=True)
     texts = ["the sea is near " * 4, "an <|image|> of the sea " * 4]
@@ -132,7 +135,7 @@ def test_a_record_with_a_token_that_the_target_lacks_is_left_out(
     free = {"max_skipped": 0.5} if kind == "chat" else {}
     regenerate = {"prompts": None, "prompt_tokens": 200, "new_tokens": 8}
     settings = {"sources": [{"kind": kind, "path": str(path), **free}], "context_length": 300, "regenerate": regenerate}
-    data, target = Data.model_validate(settings), load_target(str(tiny_target_dir))
+    data = Data.model_validate(settings)
     reader = reader_of(tokenizer, said)
     reader = replace(reader, rendering=replace(reader.rendering, vocab_size=128))
     assert len(read_source(data.sources[0], "data.sources.0", reader)) == 2
@@ -143,6 +146,16 @@ def test_a_record_with_a_token_that_the_target_lacks_is_left_out(
     path.write_text(json.dumps(forms[kind][1]))
     with pytest.raises(UserError, match=r"1 of 1 records are skipped: 1 with a token that the target has no row"):
         read_source(data.sources[0], "data.sources.0", reader)
+
+
+def test_the_price_of_a_template_that_rewrites_is_said(tokenizer: PreTrainedTokenizerBase, read: Read) -> None:
+    tokenizer.chat_template = f"{{{{ messages | length }}}}{TEMPLATE}"
+    records = [{"messages": [U, A, U, A]}] * 19
+    (all_answers, said), (last, _) = read(records), read(records, answers="last")
+    (line,) = (line for line in said.splitlines() if "rewrites" in line)
+    sizes = [sum(len(document.ids) for document in documents) for documents in (all_answers, last)]
+    assert f"{sizes[0] / sizes[1]:.2f} times" in line and "data.sources.0.answers=last" in line
+    assert len(all_answers) == 2 * len(last) == 38
 
 
 SCREEN = """\
@@ -157,49 +170,43 @@ assistant, got none
   <|system|>be</s><|user|>hi</s><|assistant|>⟦the sea</s>⟧"""
 
 
-def test_a_source_is_described_on_one_screen(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_a_source_is_described_on_one_screen(tmp_path: Path, read: Read) -> None:
     orca = {"system_prompt": "be", "question": "hi", "notes": "", "response": "the sea"}
     leading = {"conversations": [{"from": "gpt", "value": "a"}, *GOOD["conversations"]], "id": "1"}
     records: list[dict[str, Any]] = [orca, {**orca, "notes": "here"}, *[orca] * 16, leading, {"messages": [U]}]
     for _ in range(2):  # the second time from the cache
-        _, said = read(records, tmp_path, tokenizer)
-        assert said == [SCREEN.replace("FILE", str(tmp_path / "chats.json"))]
+        assert read(records)[1] == SCREEN.replace("FILE", str(tmp_path / "chats.json"))
 
 
-def test_a_long_document_is_clipped_in_the_middle(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    record = {"instruction": "a" * 999 + "b", "output": "c" * 1000}
-    _, said = read([record], tmp_path, tokenizer)
-    shown = said[0].splitlines()[-1].strip()
-    assert re.fullmatch(
-        r"<\|user\|>a+ \[\.\.\. \d+ characters \.\.\.\] a+b</s><\|assistant\|>⟦c+ \[\..*\] c+</s>⟧", shown
-    )
-    _, said = read([{"data": ["line\n"] * 100}], tmp_path, tokenizer)
-    assert len(said[0]) < 2000
+def test_a_long_document_is_clipped_in_the_middle(read: Read) -> None:
+    _, said = read([{"instruction": "a" * 999 + "b", "output": "c" * 1000}])
+    clipped = r"  <\|user\|>a+ \[\.\.\. \d+ characters \.\.\.\] a+b</s><\|assistant\|>⟦c+ \[\..*\] c+</s>⟧"
+    assert re.fullmatch(clipped, said.splitlines()[-1])
+    _, said = read([{"data": ["line\n"] * 100}])
+    assert len(said) < 2000
 
 
 def test_prompts_are_read_past_odd_records(
-    tmp_path: Path, tiny_target_dir: Path, tokenizer: PreTrainedTokenizerBase
+    tmp_path: Path, target: FrozenTarget, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """The share is of a whole source, wherever in it the odd records are."""
-    path = tmp_path / "chats.json"
-    regenerate = {"prompts": 4, "prompt_tokens": 16, "new_tokens": 8}
-    sources = [{"kind": "chat", "path": str(path)}]
-    data = Data.model_validate({"sources": sources, "context_length": 64, "regenerate": regenerate})
-    target, said = load_target(str(tiny_target_dir)), list[str]()
-    path.write_text(json.dumps([ODD["no turns"], *[GOOD] * 30]))
-    answers = open_answers(data, 0, target, reader_of(tokenizer, said))
-    assert len(list(answers.dialogues())) == 4
-    assert len(said) == 1 and "1 of 31 records are skipped" in said[0]
-    path.write_text(json.dumps([*[GOOD] * 30, *[ODD["no turns"]] * 2]))
+
+    def asked(prompts: int | None, *records: dict[str, Any]) -> tuple[int, str]:
+        path, said = tmp_path / "chats.json", list[str]()
+        path.write_text(json.dumps(records))
+        regenerate = {"prompts": prompts, "prompt_tokens": 16, "new_tokens": 8}
+        settings = {"sources": [{"kind": "chat", "path": str(path)}], "context_length": 64, "regenerate": regenerate}
+        answers = open_answers(Data.model_validate(settings), 0, target, reader_of(tokenizer, said))
+        (text,) = said
+        return len(list(answers.dialogues())), text
+
+    count, said = asked(4, ODD["no turns"], *[GOOD] * 30)
+    assert count == 4 and "1 of 31 records are skipped" in said
     with pytest.raises(UserError, match=r"2 of 32 records are skipped: 2 no turns; the first is .*record 31: .*max_sk"):
-        open_answers(data, 0, target, reader_of(tokenizer))
-    said.clear()
-    data = Data.model_validate({"sources": sources, "context_length": 64, "regenerate": regenerate | {"prompts": None}})
+        asked(4, *[GOOD] * 30, *[ODD["no turns"]] * 2)
     long = {"instruction": "say " * 20, "response": "so"}
-    path.write_text(json.dumps([long, ODD["no turns"], *[GOOD] * 30, long]))
-    answers = open_answers(data, 0, target, reader_of(tokenizer, said))
-    assert len(list(answers.dialogues())) == 30
-    assert "30 conversations to answer; 2 begin with a prompt of more than 16 tokens (data.regenerate." in said[0]
-    path.write_text(json.dumps([long]))
+    count, said = asked(None, long, ODD["no turns"], *[GOOD] * 30, long)
+    assert count == 30
+    assert "30 conversations to answer; 2 begin with a prompt of more than 16 tokens (data.regenerate." in said
     with pytest.raises(UserError, match=r"gives 0 prompts of at most 16 tokens, expected at least 1; raise prompt_tok"):
-        open_answers(data, 0, target, reader_of(tokenizer))
+        asked(None, long)

@@ -4,8 +4,6 @@ A label is what the target writes after the prompt as its server builds it. So t
 built from two texts alone: the prompt as served, and what such a target writes, through to the token that ends it.
 """
 
-import json
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import groupby
@@ -20,37 +18,33 @@ from eval.data.data_files import Message, RecordError
 from eval.data.template_traits import blank
 from train.data.chats import BESIDE_CALL, TAGGED, encode_conversations, read_conversation, read_rendered
 
-Text = Callable[[Message], str]
-
 
 @dataclass(frozen=True)
 class Family:
     """A family's template, its end tokens, and what its models write."""
 
     template: str
-    ends: str
-    """Texts of the target's end ids, of which the first is the tokenizer's."""
-    answer: Text
-    """What the target writes as an answer, without reasoning."""
-    call: Text | None = None
-    """The same, as a turn that calls a tool. None: the template renders none."""
-    reasoned: Text | None = None
-    """The same, with reasoning. None: the template renders none."""
+    tokens: str
+    """Texts of the target's end ids, of which the first is the tokenizer's; after a comma, further special tokens."""
+    answer: str | None = None
+    """What the target writes as an answer, with {} for its text. None: the text and the first end."""
+    call: str | None = None
+    """What it writes as a turn that calls a tool. None: the template renders none."""
+    reasoned: str | None = None
+    """What it writes before an answer, with WHY for its reasoning. None: the template renders none."""
     bare: tuple[str, str] = ("", "")
     """Without reasoning: the end of the prompt that the document does not have, and what it has there instead."""
     bare_call: tuple[str, str] = ("", "")
     """The same of a turn that calls a tool."""
     arguments: dict[str, Any] = field(default_factory=dict)
-    specials: str = ""
-    """Further special tokens."""
     asks_for_none: bool = False
     """The prompt asks for an answer without reasoning."""
     strips: bool = False
     """The special tokens take the space after them along."""
 
-
-def arguments(message: Message) -> str:
-    return json.dumps(message["tool_calls"][0]["function"]["arguments"])
+    @property
+    def ends(self) -> list[str]:
+        return self.tokens.partition(",")[0].split()
 
 
 LLAMA_3 = Family(
@@ -59,10 +53,9 @@ LLAMA_3 = Family(
     """{{ '{"name": "' + c.name + '", "parameters": ' }}{{ c.arguments | tojson }}{{ '}' }}"""
     "{% else %}{{ m.content | trim }}{% endif %}<|eot_id|>{% endfor %}"
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}",
-    ends="<|end_of_text|> <|eom_id|> <|eot_id|>",
-    specials="<|start_header_id|> <|end_header_id|>",
-    answer=lambda m: m["content"] + "<|eot_id|>",
-    call=lambda m: f'{{"name": "look", "parameters": {arguments(m)}}}<|eot_id|>',
+    tokens="<|end_of_text|> <|eom_id|> <|eot_id|>, <|start_header_id|> <|end_header_id|>",
+    answer="{}<|eot_id|>",
+    call='{"name": "look", "parameters": {"at": "sea"}}<|eot_id|>',
 )
 
 NEWEST = (
@@ -76,6 +69,7 @@ CHATML_CALLS = (
     """{{ '}\n</tool_call>' }}"""
     "{% endfor %}"
 )
+INLINE_CALLS = CHATML_CALLS.replace("'\n<tool_call>", "'<tool_call>")
 CHATML_TOOL = "<|im_start|>user\n<tool_response>\n{{ m.content }}\n</tool_response><|im_end|>\n"
 QWEN_2_5 = Family(
     "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are Qwen.<|im_end|>\n{% endif %}"
@@ -83,25 +77,20 @@ QWEN_2_5 = Family(
     "{% if m.content %}{{ '\n' + m.content }}{% endif %}" + CHATML_CALLS + "<|im_end|>\n"
     "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
-    ends="<|im_end|> <|endoftext|>",
-    specials="<|im_start|>",
-    answer=lambda m: m["content"] + "<|im_end|>",
-    call=lambda m: f'<tool_call>\n{{"name": "look", "arguments": {arguments(m)}}}\n</tool_call><|im_end|>',
+    tokens="<|im_end|> <|endoftext|>, <|im_start|>",
+    call='<tool_call>\n{"name": "look", "arguments": {"at": "sea"}}\n</tool_call><|im_end|>',
 )
 
 # Turns after the newest question have their reasoning, if only an empty one; earlier ones have none.
-QWEN_3 = Family(
-    NEWEST + "{% for m in messages %}{% if m.role == 'tool' %}" + CHATML_TOOL + "{% else %}"
+QWEN_3 = replace(
+    QWEN_2_5,
+    template=NEWEST + "{% for m in messages %}{% if m.role == 'tool' %}" + CHATML_TOOL + "{% else %}"
     "<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.index0 > ns.newest"
     " and (loop.last or m.reasoning_content) %}<think>\n{{ m.reasoning_content or '' }}\n</think>\n\n{% endif %}"
-    "{{ m.content }}" + CHATML_CALLS.replace("'\n<tool_call>", "'<tool_call>") + "<|im_end|>\n{% endif %}{% endfor %}"
+    "{{ m.content }}" + INLINE_CALLS + "<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n"
     "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}",
-    ends="<|im_end|> <|endoftext|>",
-    specials="<|im_start|>",
-    answer=QWEN_2_5.answer,
-    call=QWEN_2_5.call,
-    reasoned=lambda m: f"<think>\n{m['reasoning_content']}\n</think>\n\n{m['content']}<|im_end|>",
+    reasoned="<think>\nWHY\n</think>\n\n",
     bare=("", "<think>\n\n</think>\n\n"),
 )
 QWEN_3_NOT_THINKING = replace(
@@ -111,10 +100,9 @@ QWEN_3_NOT_THINKING = replace(
 PHI_3 = Family(
     "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}",
-    ends="<|endoftext|> <|assistant|> <|end|>",
-    specials="<|user|> <|system|>",
+    tokens="<|endoftext|> <|assistant|> <|end|>, <|user|> <|system|>",
     strips=True,
-    answer=lambda m: m["content"] + "<|end|>",
+    answer="{}<|end|>",
 )
 
 # The system prompt stands in the newest question, of prompts alone.
@@ -128,10 +116,9 @@ MISTRAL = Family(
     "{% if c.id | length != 9 %}{{ raise_exception('nine') }}{% endif %}"
     """{{ (c.function | tojson)[:-1] + ', "id": "' + c.id + '"}' }}{% endfor %}]{{ eos_token }}"""
     "{% else %}{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}",
-    ends="</s>",
-    specials="[INST] [/INST] [TOOL_CALLS] [TOOL_RESULTS] [/TOOL_RESULTS]",
-    answer=lambda m: f" {m['content']}</s>",
-    call=lambda m: f'[TOOL_CALLS] [{{"name": "look", "arguments": {arguments(m)}, "id": "call00001"}}]</s>',
+    tokens="</s>, [INST] [/INST] [TOOL_CALLS] [TOOL_RESULTS] [/TOOL_RESULTS]",
+    answer=" {}</s>",
+    call='[TOOL_CALLS] [{"name": "look", "arguments": {"at": "sea"}, "id": "call00001"}]</s>',
 )
 
 # The prompt opens a reasoning, and no answer keeps its own.
@@ -145,14 +132,10 @@ DEEPSEEK_R1 = Family(
     "<|tool_calls_end|><|end_of_sentence|>{% elif m.role == 'assistant' %}{{ '' if ns.told else '<|Assistant|>' }}"
     "{{ m.content.split('</think>')[-1] }}<|end_of_sentence|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt and not ns.told %}<|Assistant|><think>\n{% endif %}",
-    ends="<|end_of_sentence|>",
-    specials="<|User|> <|Assistant|> <|tool_calls_begin|> <|tool_calls_end|> <|tool_sep|>",
-    answer=lambda m: m["content"] + "<|end_of_sentence|>",
-    call=lambda m: (
-        "<|tool_calls_begin|>function<|tool_sep|>look\n```json\n" + arguments(m) + "\n```"
-        "<|tool_calls_end|><|end_of_sentence|>"
-    ),
-    reasoned=lambda m: f"{m['reasoning_content']}\n</think>\n\n{m['content']}<|end_of_sentence|>",
+    tokens="<|end_of_sentence|>, <|User|> <|Assistant|> <|tool_calls_begin|> <|tool_calls_end|> <|tool_sep|>",
+    call='<|tool_calls_begin|>function<|tool_sep|>look\n```json\n{"at": "sea"}\n```<|tool_calls_end|>'
+    "<|end_of_sentence|>",
+    reasoned="WHY\n</think>\n\n",
     bare=("<think>\n", ""),
 )
 
@@ -161,22 +144,17 @@ GPT_OSS = Family(
     "<|start|>system<|message|>You are ChatGPT.<|end|>{% for m in messages %}{% if m.role == 'system' %}"
     "<|start|>developer<|message|># Instructions\n\n{{ m.content }}\n\n<|end|>{% elif m.role == 'tool' %}"
     "<|start|>functions.look to=assistant<|channel|>commentary<|message|>{{ m.content | tojson }}<|end|>"
-    "{% elif m.tool_calls is defined %}{% set c = m.tool_calls[0].function %}"
-    "<|start|>assistant to=functions.{{ c.name }}<|channel|>commentary json<|message|>"
-    "{{ c.arguments | tojson }}<|call|>{% elif m.role == 'assistant' %}"
-    "{% if loop.last and m.thinking is defined %}<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking }}"
-    "<|end|>{% endif %}<|start|>assistant<|channel|>final<|message|>{{ m.content }}"
-    "{{ '<|return|>' if loop.last else '<|end|>' }}{% else %}"
-    "<|start|>user<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|start|>assistant{% endif %}",
-    ends="<|return|> <|endoftext|> <|call|>",
-    specials="<|start|> <|message|> <|channel|> <|end|>",
-    answer=lambda m: f"<|channel|>final<|message|>{m['content']}<|return|>",
-    call=lambda m: f" to=functions.look<|channel|>commentary json<|message|>{arguments(m)}<|call|>",
-    reasoned=lambda m: (
-        f"<|channel|>analysis<|message|>{m['reasoning_content']}<|end|>"
-        f"<|start|>assistant<|channel|>final<|message|>{m['content']}<|return|>"
-    ),
+    "{% elif m.tool_calls is defined %}{% set c = m.tool_calls[0].function %}<|start|>assistant to=functions."
+    "{{ c.name }}<|channel|>commentary json<|message|>{{ c.arguments | tojson }}<|call|>"
+    "{% elif m.role == 'assistant' %}{% if loop.last and m.thinking is defined %}"
+    "<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking }}<|end|>{% endif %}"
+    "<|start|>assistant<|channel|>final<|message|>{{ m.content }}{{ '<|return|>' if loop.last else '<|end|>' }}"
+    "{% else %}<|start|>user<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}{% if add_generation_prompt %}"
+    "<|start|>assistant{% endif %}",
+    tokens="<|return|> <|endoftext|> <|call|>, <|start|> <|message|> <|channel|> <|end|>",
+    answer="<|channel|>final<|message|>{}<|return|>",
+    call=' to=functions.look<|channel|>commentary json<|message|>{"at": "sea"}<|call|>',
+    reasoned="<|channel|>analysis<|message|>WHY<|end|><|start|>assistant",
 )
 
 # No token ends a turn: the target stops by writing whose turn is next.
@@ -190,17 +168,16 @@ GLM_4_5 = Family(
     "{% endfor %}{% else %}<|{{ m.role }}|>{{ '\n' + m.content }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% if enable_thinking is defined and not enable_thinking %}"
     "{{ '\n<think></think>' }}{% endif %}{% endif %}",
-    ends="<|endoftext|> <|user|> <|observation|>",
-    specials="<|assistant|> <|system|> [gMASK] <sop>",
-    answer=lambda m: m["content"] + "<|user|>",
-    call=lambda m: "<tool_call>look\n<arg_key>at</arg_key>\n<arg_value>sea</arg_value>\n</tool_call><|observation|>",
-    reasoned=lambda m: f"\n<think>{m['reasoning_content']}</think>\n{m['content']}<|user|>",
+    tokens="<|endoftext|> <|user|> <|observation|>, <|assistant|> <|system|> [gMASK] <sop>",
+    answer="{}<|user|>",
+    call="<tool_call>look\n<arg_key>at</arg_key>\n<arg_value>sea</arg_value>\n</tool_call><|observation|>",
+    reasoned="\n<think>WHY</think>\n",
     bare=("", "\n<think></think>\n"),
 )
 GLM_4_5_NOT_THINKING = replace(
     GLM_4_5,
     arguments={"enable_thinking": False},
-    answer=lambda m: "\n" + GLM_4_5.answer(m),
+    answer="\n{}<|user|>",
     call=None,
     reasoned=None,
     bare=("", ""),
@@ -216,13 +193,9 @@ NEMOTRON_3 = Family(
     "{% for k, v in c.function.arguments | items %}<parameter={{ k }}>\n{{ v }}\n</parameter>\n{% endfor %}"
     "</function>\n</tool_call>\n{% endfor %}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}",
-    ends="<|im_end|>",
-    specials="<|im_start|>",
-    answer=QWEN_2_5.answer,
-    call=lambda m: (
-        "<tool_call>\n<function=look>\n<parameter=at>\nsea\n</parameter>\n</function>\n</tool_call>\n<|im_end|>"
-    ),
-    reasoned=lambda m: f"{m['reasoning_content']}\n</think>\n{m['content']}<|im_end|>",
+    tokens="<|im_end|>, <|im_start|>",
+    call="<tool_call>\n<function=look>\n<parameter=at>\nsea\n</parameter>\n</function>\n</tool_call>\n<|im_end|>",
+    reasoned="WHY\n</think>\n",
     bare=("\n", "</think>"),
 )
 
@@ -233,12 +206,11 @@ QWEN_3_5 = replace(
     "<|im_start|>{{ m.role }}\n{% set parts = m.content.split('</think>') %}"
     "{% if m.role == 'assistant' and loop.index0 > ns.newest %}<think>\n"
     "{{ (m.reasoning_content or (parts[0].split('<think>')[-1] if parts[1:] else '')) | trim }}\n</think>\n\n"
-    "{% endif %}"
-    "{{ parts[-1].lstrip('\n') if m.role == 'assistant' else m.content }}"
-    + CHATML_CALLS.replace("'\n<tool_call>", "'<tool_call>")
+    "{% endif %}{{ parts[-1].lstrip('\n') if m.role == 'assistant' else m.content }}"
+    + INLINE_CALLS
     + "<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n"
     "{% if enable_thinking is defined and not enable_thinking %}\n</think>\n\n{% endif %}{% endif %}",
-    reasoned=lambda m: f"{m['reasoning_content']}\n</think>\n\n{m['content']}<|im_end|>",
+    reasoned="WHY\n</think>\n\n",
     bare=("", "\n</think>\n\n"),
 )
 # Every turn keeps its reasoning, which is read from its field alone.
@@ -247,27 +219,24 @@ QWEN_3_8 = replace(
     template="{% for m in messages %}{% if m.role == 'tool' %}" + CHATML_TOOL + "{% else %}<|im_start|>{{ m.role }}\n"
     "{% if m.role == 'assistant' and (preserve_thinking is not defined or preserve_thinking) %}<think>\n"
     "{{ m.reasoning_content | default('') | trim }}\n</think>\n\n{% endif %}{{ m.content }}"
-    + CHATML_CALLS.replace("'\n<tool_call>", "'<tool_call>")
+    + INLINE_CALLS
     + "<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}",
 )
 
 # The prompt says whether a reasoning follows; no final answer keeps its own.
 DEEPSEEK_V3_1 = Family(
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}<|User|>{{ m.content }}"
-    "{% elif m.role == 'assistant'"
-    " %}<|Assistant|></think>{{ m.content.split('</think>')[-1] }}<|end_of_sentence|>{% else %}{{ m.content }}"
-    "{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}<|Assistant|>{{ '<think>' if thinking else '</think>' }}{% endif %}",
-    ends="<|end_of_sentence|>",
-    specials="<|User|> <|Assistant|>",
-    answer=lambda m: m["content"] + "<|end_of_sentence|>",
+    "{% elif m.role == 'assistant' %}<|Assistant|></think>{{ m.content.split('</think>')[-1] }}<|end_of_sentence|>"
+    "{% else %}{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}<|Assistant|>"
+    "{{ '<think>' if thinking else '</think>' }}{% endif %}",
+    tokens="<|end_of_sentence|>, <|User|> <|Assistant|>",
     asks_for_none=True,
 )
 DEEPSEEK_V3_1_THINKING = replace(
     DEEPSEEK_V3_1,
     asks_for_none=False,
     arguments={"thinking": True},
-    reasoned=lambda m: f"{m['reasoning_content']}</think>{m['content']}<|end_of_sentence|>",
+    reasoned="WHY</think>",
     bare=("<think>", "</think>"),
 )
 # Turns after the newest question have their reasoning, if only an empty one, as DeepSeek-V4's do.
@@ -276,55 +245,46 @@ DEEPSEEK_V3_2 = replace(
     template="{{ bos_token }}" + NEWEST + "{% for m in messages %}{% if m.role == 'user' %}<|User|>{{ m.content }}"
     "<|Assistant|>{{ '<think>' if loop.index0 == ns.newest else '</think>' }}{% elif m.role == 'assistant' %}"
     "{{ (m.reasoning_content or '') + '</think>' if loop.index0 > ns.newest }}{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}"
-    "{{ '\n\n' }}"
+    "{% for c in m.tool_calls or [] %}{{ '\n\n' }}"
     '<invoke name="{{ c.function.name }}">{{ c.function.arguments | tojson }}</invoke>{% endfor %}<|end_of_sentence|>'
     "{% elif m.role == 'tool' %}\n\n<result>{{ m.content }}</result>\n\n<think>{% else %}{{ m.content }}"
     "{% endif %}{% endfor %}",
     arguments={},
-    call=lambda m: f'\n\n<invoke name="look">{arguments(m)}</invoke><|end_of_sentence|>',
+    call='\n\n<invoke name="look">{"at": "sea"}</invoke><|end_of_sentence|>',
     bare=("", "</think>"),
 )
 # As V3.1, but the newest answer has its reasoning, and one token less ends the prompt.
-GLM_4_7 = Family(
-    "[gMASK]<sop>" + NEWEST + "{% for m in messages %}{% if m.role == 'assistant' %}<|assistant|>"
+GLM_4_7 = replace(
+    GLM_4_5,
+    template="[gMASK]<sop>" + NEWEST + "{% for m in messages %}{% if m.role == 'assistant' %}<|assistant|>"
     "{% if m.reasoning_content and loop.index0 > ns.newest %}{{ '<think>' + m.reasoning_content }}{% endif %}</think>"
     "{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}"
-    "{{ c.function.arguments | tojson }}"
-    "</tool_call>{% endfor %}{% elif m.role == 'tool' %}<|observation|>{{ m.content }}{% else %}<|"
-    "{{ m.role }}|>{{ m.content }}"
-    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>"
-    "{{ '</think>' if enable_thinking is defined and not enable_thinking else '<think>' }}{% endif %}",
-    ends="<|endoftext|> <|user|> <|observation|>",
-    specials="<|assistant|> <|system|> [gMASK] <sop>",
-    answer=lambda m: m["content"] + "<|user|>",
-    call=lambda m: f"<tool_call>look{arguments(m)}</tool_call><|observation|>",
-    reasoned=lambda m: f"{m['reasoning_content']}</think>{m['content']}<|user|>",
+    "{{ c.function.arguments | tojson }}</tool_call>{% endfor %}{% elif m.role == 'tool' %}<|observation|>"
+    "{{ m.content }}{% else %}<|{{ m.role }}|>{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}"
+    "<|assistant|>{{ '</think>' if enable_thinking is defined and not enable_thinking else '<think>' }}{% endif %}",
+    call='<tool_call>look{"at": "sea"}</tool_call><|observation|>',
+    reasoned="WHY</think>",
     bare=("<think>", "</think>"),
 )
 
 # A final answer loses its reasoning for an empty one; turns that call tools keep theirs.
 KIMI_K2 = Family(
     "{% set ns = namespace(final=-1) %}{% for m in messages %}{% if m.role == 'assistant' and not m.tool_calls %}"
-    "{% set ns.final = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}<|im_{{ m.role }}|>"
-    "{{ m.role }}<|im_middle|>"
-    "{% if m.role == 'assistant' %}"
-    "{{ '<think>' + (m.reasoning_content or '' if loop.index0 > ns.final else '') + '</think>' }}"
-    "{% endif %}{{ m.content }}{% for c in m.tool_calls or [] %}<|call|>{{ c.function.name }}"
-    "{{ c.function.arguments | tojson }}"
-    "<|called|>{% endfor %}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_assistant|>assistant"
-    "<|im_middle|>{% endif %}",
-    ends="<|im_end|>",
-    specials="<|im_assistant|> <|im_user|> <|im_system|> <|im_tool|> <|im_middle|> <|call|> <|called|>",
-    answer=QWEN_2_5.answer,
-    call=lambda m: f"<|call|>look{arguments(m)}<|called|><|im_end|>",
-    reasoned=lambda m: f"<think>{m['reasoning_content']}</think>{m['content']}<|im_end|>",
+    "{% set ns.final = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}<|im_{{ m.role }}|>{{ m.role }}"
+    "<|im_middle|>{% if m.role == 'assistant' %}"
+    "{{ '<think>' + (m.reasoning_content or '' if loop.index0 > ns.final else '') + '</think>' }}{% endif %}"
+    "{{ m.content }}{% for c in m.tool_calls or [] %}<|call|>{{ c.function.name }}{{ c.function.arguments | tojson }}"
+    "<|called|>{% endfor %}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_assistant|>assistant<|im_middle|>"
+    "{% endif %}",
+    tokens="<|im_end|>, <|im_assistant|> <|im_user|> <|im_system|> <|im_tool|> <|im_middle|> <|call|> <|called|>",
+    call='<|call|>look{"at": "sea"}<|called|><|im_end|>',
+    reasoned="<think>WHY</think>",
     bare=("", "<think></think>"),
 )
 KIMI_K2_OPENED = replace(
     KIMI_K2,
     template=KIMI_K2.template.replace("assistant<|im_middle|>{% endif %}", "assistant<|im_middle|><think>{% endif %}"),
-    reasoned=lambda m: f"{m['reasoning_content']}</think>{m['content']}<|im_end|>",
+    reasoned="WHY</think>",
     bare=("", "</think>"),
 )
 
@@ -336,17 +296,15 @@ GEMMA_4 = Family(
     "{{ c.function.arguments | tojson }}<tool_call|>{% endfor %}{{ m.content }}<turn|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|turn>model\n{% if not enable_thinking %}<|channel>thought\n<channel|>"
     "{% endif %}{% endif %}",
-    ends="<turn|>",
-    specials="<|turn> <|channel> <channel|> <|think|> <|tool_call> <tool_call|>",
-    answer=lambda m: m["content"] + "<turn|>",
-    call=lambda m: f"<|tool_call>look{arguments(m)}<tool_call|><turn|>",
+    tokens="<turn|>, <|turn> <|channel> <channel|> <|think|> <|tool_call> <tool_call|>",
+    call='<|tool_call>look{"at": "sea"}<tool_call|><turn|>',
     asks_for_none=True,
 )
 GEMMA_4_THINKING = replace(
     GEMMA_4,
     asks_for_none=False,
     arguments={"enable_thinking": True},
-    reasoned=lambda m: f"<|channel>thought\n{m['reasoning_content']}\n<channel|>{m['content']}<turn|>",
+    reasoned="<|channel>thought\nWHY\n<channel|>",
 )
 # The results of tools stand in the turn that calls them, before its text, and only prompts go on after them without a
 # header. No turn has reasoning.
@@ -361,41 +319,33 @@ GEMMA_4_JOINED = replace(
     "<|tool_response>{{ ns.told }}{% endfor %}{{ m.content }}{% if m.content or not m.tool_calls %}<turn|>\n{% endif %}"
     "{% endif %}{% endfor %}{% if add_generation_prompt %}{% if messages[-1].role != 'tool' or messages[-2].content %}"
     "<|turn>model\n{% endif %}{% if not enable_thinking %}<|channel>thought\n<channel|>{% endif %}{% endif %}",
-    ends="<turn|> <|tool_response>",
-    specials=GEMMA_4.specials + " <tool_response|>",
-    call=lambda m: f"<|tool_call>look{arguments(m)}<tool_call|><|tool_response>",
+    tokens=GEMMA_4.tokens.replace(",", " <|tool_response>,") + " <tool_response|>",
+    call='<|tool_call>look{"at": "sea"}<tool_call|><|tool_response>',
 )
 
 # The target writes to whom it speaks: to itself, to the user, or to a tool.
 MUSE_GLIMMER = Family(
     "{% for m in messages %}{% if m.role == 'assistant' %}{% if m.reasoning_content and loop.last %}"
-    "<|start|>assistant to=self"
-    "<|message|>{{ m.reasoning_content }}<|eom|>{% endif %}<|start|>assistant to={% if m.tool_calls %}look<|message|>"
-    "{{ m.tool_calls[0].function.arguments | tojson }}{{ m.tool_calls[0].function.name }}"
-    "{% else %}user<|message|>{{ m.content }}{% endif %}<|eot|>{% else %}<|start|>{{ m.role }}<|message|>"
-    "{{ m.content }}<|eot|>"
-    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}",
-    ends="<|eot|>",
-    specials="<|start|> <|message|> <|eom|>",
-    answer=lambda m: f" to=user<|message|>{m['content']}<|eot|>",
-    call=lambda m: f" to=look<|message|>{arguments(m)}look<|eot|>",
-    reasoned=lambda m: (
-        f" to=self<|message|>{m['reasoning_content']}<|eom|><|start|>assistant to=user<|message|>{m['content']}<|eot|>"
-    ),
+    "<|start|>assistant to=self<|message|>{{ m.reasoning_content }}<|eom|>{% endif %}<|start|>assistant to="
+    "{% if m.tool_calls %}look<|message|>{{ m.tool_calls[0].function.arguments | tojson }}"
+    "{{ m.tool_calls[0].function.name }}{% else %}user<|message|>{{ m.content }}{% endif %}<|eot|>{% else %}<|start|>"
+    "{{ m.role }}<|message|>{{ m.content }}<|eot|>{% endif %}{% endfor %}{% if add_generation_prompt %}"
+    "<|start|>assistant{% endif %}",
+    tokens="<|eot|>, <|start|> <|message|> <|eom|>",
+    answer=" to=user<|message|>{}<|eot|>",
+    call=' to=look<|message|>{"at": "sea"}look<|eot|>',
+    reasoned=" to=self<|message|>WHY<|eom|><|start|>assistant",
 )
 
 # Reasoning is text of the answer.
 SMOLLM_3 = Family(
     "<|im_start|>system\nReasoning Mode: "
-    "{{ '/no_think' if enable_thinking is defined and not enable_thinking else '/think' }}"
-    "<|im_end|>\n{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{% if m.role == 'assistant' and enable_thinking is defined"
-    " and not enable_thinking %}<think>\n\n</think>\n{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking is defined and not enable_thinking %}"
-    "<think>\n\n</think>\n{% endif %}{% endif %}",
-    ends="<|im_end|>",
-    specials="<|im_start|>",
-    answer=QWEN_2_5.answer,
+    "{{ '/no_think' if enable_thinking is defined and not enable_thinking else '/think' }}<|im_end|>\n"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n"
+    "{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n{% endif %}{% endif %}",
+    tokens="<|im_end|>, <|im_start|>",
 )
 # The reasoning of turns after the newest question is read under another name, and older answers lose it.
 LFM_2_5 = Family(
@@ -405,21 +355,16 @@ LFM_2_5 = Family(
     "<|tool_call_start|>{{ c.function.name }}({{ c.function.arguments | tojson }})<|tool_call_end|>{% endfor %}"
     "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
-    ends="<|im_end|>",
-    specials="<|im_start|> <|tool_call_start|> <|tool_call_end|>",
-    answer=QWEN_2_5.answer,
-    call=lambda m: f"<|tool_call_start|>look({arguments(m)})<|tool_call_end|><|im_end|>",
-    reasoned=lambda m: f"<think>{m['reasoning_content']}</think>{m['content']}<|im_end|>",
+    tokens="<|im_end|>, <|im_start|> <|tool_call_start|> <|tool_call_end|>",
+    call='<|tool_call_start|>look({"at": "sea"})<|tool_call_end|><|im_end|>',
+    reasoned="<think>WHY</think>",
 )
 GRANITE = Family(
     "{% for m in messages %}<|start_of_role|>{{ m.role }}<|end_of_role|>{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}"
-    "<tool_call>\n{{ c.function | tojson }}\n</tool_call>{% endfor %}<|end_of_text|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|start_of_role|>assistant<|end_of_role|>{% endif %}",
-    ends="<|end_of_text|>",
-    specials="<|start_of_role|> <|end_of_role|>",
-    answer=lambda m: m["content"] + "<|end_of_text|>",
-    call=lambda m: f'<tool_call>\n{{"name": "look", "arguments": {arguments(m)}}}\n</tool_call><|end_of_text|>',
+    "{% for c in m.tool_calls or [] %}<tool_call>\n{{ c.function | tojson }}\n</tool_call>{% endfor %}"
+    "<|end_of_text|>\n{% endfor %}{% if add_generation_prompt %}<|start_of_role|>assistant<|end_of_role|>{% endif %}",
+    tokens="<|end_of_text|>, <|start_of_role|> <|end_of_role|>",
+    call='<tool_call>\n{"name": "look", "arguments": {"at": "sea"}}\n</tool_call><|end_of_text|>',
 )
 
 # The prompt asks for none by a block that has text.
@@ -428,9 +373,8 @@ SEED_OSS = Family(
     "<seed:think>{{ m.reasoning_content }}</seed:think>{% endif %}{{ m.content }}<eos>{% endfor %}"
     "{% if add_generation_prompt %}<bos>assistant\n{% if thinking_budget == 0 %}<seed:think>no budget</seed:think>"
     "{% endif %}{% endif %}",
-    ends="<eos>",
-    answer=lambda m: m["content"] + "<eos>",
-    reasoned=lambda m: f"<seed:think>{m['reasoning_content']}</seed:think>{m['content']}<eos>",
+    tokens="<eos>",
+    reasoned="<seed:think>WHY</seed:think>",
 )
 SEED_OSS_NOT_THINKING = replace(SEED_OSS, arguments={"thinking_budget": 0}, reasoned=None, asks_for_none=True)
 # Reasoning is a part of the content.
@@ -439,10 +383,8 @@ MINISTRAL = Family(
     "{% elif m.role == 'system' %}{{ m.content }}{% else %}{% if m.content is string %}{{ m.content }}{% else %}"
     "{% for p in m.content %}{{ p.text if p.type == 'text' else '[THINK]' + p.thinking + '[/THINK]' }}{% endfor %}"
     "{% endif %}{{ eos_token }}{% endif %}{% endfor %}",
-    ends="</s>",
-    specials="[INST] [/INST] [THINK] [/THINK]",
-    answer=lambda m: m["content"] + "</s>",
-    reasoned=lambda m: f"[THINK]{m['reasoning_content']}[/THINK]{m['content']}</s>",
+    tokens="</s>, [INST] [/INST] [THINK] [/THINK]",
+    reasoned="[THINK]WHY[/THINK]",
 )
 
 # The prompt opens a reasoning, or closes it to ask for none; tokens stand around a text, and it has none beside calls.
@@ -453,11 +395,10 @@ COHERE_2_MOE = Family(
     "{% endif %}{% if m.tool_calls %}<|ACTION|>{{ m.tool_calls[0].function | tojson }}<|END_ACTION|>{% else %}<|TEXT|>"
     "{{ m.content }}<|END_TEXT|>{% endif %}{% endif %}<|END|>{% endfor %}{% if add_generation_prompt %}<|START|>"
     "<|CHATBOT|><|THINK|>{% if reasoning is defined and not reasoning %}<|END_THINK|>{% endif %}{% endif %}",
-    ends="<|END|>",
-    specials="<|START|> <|CHATBOT|> <|TEXT|> <|END_TEXT|> <|THINK|> <|END_THINK|> <|ACTION|> <|END_ACTION|>",
-    answer=lambda m: f"<|TEXT|>{m['content']}<|END_TEXT|><|END|>",
-    call=lambda m: f'<|ACTION|>{{"name": "look", "arguments": {arguments(m)}}}<|END_ACTION|><|END|>',
-    reasoned=lambda m: f"{m['reasoning_content']}<|END_THINK|><|TEXT|>{m['content']}<|END_TEXT|><|END|>",
+    tokens="<|END|>, <|START|> <|CHATBOT|> <|TEXT|> <|END_TEXT|> <|THINK|> <|END_THINK|> <|ACTION|> <|END_ACTION|>",
+    answer="<|TEXT|>{}<|END_TEXT|><|END|>",
+    call='<|ACTION|>{"name": "look", "arguments": {"at": "sea"}}<|END_ACTION|><|END|>',
+    reasoned="WHY<|END_THINK|>",
     bare=("<|THINK|>", ""),
 )
 COHERE_2_MOE_NOT_THINKING = replace(
@@ -470,10 +411,8 @@ APERTUS = Family(
     "{{ m.content }}{% if m.tool_calls %}<|calls|>{{ m.tool_calls[0].function | tojson }}<|called|>{% endif %}"
     "{% else %}{{ '<|assistant_end|>' if ns.opened }}{% set ns.opened = false %}<|{{ m.role }}|>{{ m.content }}"
     "{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}",
-    ends="<|assistant_end|> <|called|>",
-    specials="<|user|> <|system|> <|assistant|> <|calls|>",
-    answer=lambda m: m["content"] + "<|assistant_end|>",
-    call=lambda m: f'<|calls|>{{"name": "look", "arguments": {arguments(m)}}}<|called|>',
+    tokens="<|assistant_end|> <|called|>, <|user|> <|system|> <|assistant|> <|calls|>",
+    call='<|calls|>{"name": "look", "arguments": {"at": "sea"}}<|called|>',
 )
 # Prompts open a reasoning, which an answer's text goes on in, and calls do not have.
 NEMOTRON_NANO_2 = Family(
@@ -481,49 +420,13 @@ NEMOTRON_NANO_2 = Family(
     " m.role == 'assistant' }}{{ m.content }}{% for c in m.tool_calls or [] %}<TOOLCALL>{{ c.function | tojson }}"
     "</TOOLCALL>{% endfor %}{{ '<|end|>\n' if m.role == 'assistant' else '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n<think>\n{% endif %}",
-    ends="<|end|>",
-    specials="<|user|> <|system|> <|assistant|> <|tool|>",
-    answer=lambda m: m["content"] + "<|end|>",
-    call=lambda m: f'<TOOLCALL>{{"name": "look", "arguments": {arguments(m)}}}</TOOLCALL><|end|>',
-    reasoned=lambda m: f"{m['reasoning_content']}\n</think>\n\n{m['content']}<|end|>",
+    tokens="<|end|>, <|user|> <|system|> <|assistant|> <|tool|>",
+    call='<TOOLCALL>{"name": "look", "arguments": {"at": "sea"}}</TOOLCALL><|end|>',
+    reasoned="WHY\n</think>\n\n",
     bare_call=("<think>\n", ""),
 )
 
-FAMILIES = {
-    "Cohere2MoE": COHERE_2_MOE,
-    "Cohere2MoE, not thinking": COHERE_2_MOE_NOT_THINKING,
-    "Apertus": APERTUS,
-    "Nemotron Nano 2": NEMOTRON_NANO_2,
-    "Llama 3": LLAMA_3,
-    "Qwen2.5": QWEN_2_5,
-    "Qwen3": QWEN_3,
-    "Qwen3, not thinking": QWEN_3_NOT_THINKING,
-    "Phi-3": PHI_3,
-    "Mistral": MISTRAL,
-    "DeepSeek-R1": DEEPSEEK_R1,
-    "gpt-oss": GPT_OSS,
-    "GLM-4.5": GLM_4_5,
-    "GLM-4.5, not thinking": GLM_4_5_NOT_THINKING,
-    "Nemotron 3": NEMOTRON_3,
-    "Qwen3.5": QWEN_3_5,
-    "Qwen3.8": QWEN_3_8,
-    "DeepSeek-V3.1": DEEPSEEK_V3_1,
-    "DeepSeek-V3.1, thinking": DEEPSEEK_V3_1_THINKING,
-    "DeepSeek-V3.2": DEEPSEEK_V3_2,
-    "GLM-4.7": GLM_4_7,
-    "Kimi-K2-Thinking": KIMI_K2,
-    "Kimi-K2-Thinking, opened": KIMI_K2_OPENED,
-    "Gemma 4": GEMMA_4,
-    "Gemma 4, thinking": GEMMA_4_THINKING,
-    "Gemma 4, results in the turn": GEMMA_4_JOINED,
-    "Muse Glimmer": MUSE_GLIMMER,
-    "SmolLM3": SMOLLM_3,
-    "LFM2.5": LFM_2_5,
-    "Granite": GRANITE,
-    "Seed-OSS": SEED_OSS,
-    "Seed-OSS, not thinking": SEED_OSS_NOT_THINKING,
-    "Ministral": MINISTRAL,
-}
+FAMILIES = {name: value for name, value in dict(globals()).items() if isinstance(value, Family)}
 
 CALL = {"id": "call_00001", "type": "function", "function": {"name": "look", "arguments": {"at": "sea"}}}
 TURNS: list[Message] = [
@@ -562,23 +465,21 @@ def template_of(name: str) -> ChatTemplate:
     bytes_alone = Tokenizer(models.BPE(alphabet, []))
     bytes_alone.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bytes_alone.decoder = decoders.ByteLevel()
-    ends = family.ends.split()
-    added = [
-        AddedToken(text, special=True, rstrip=family.strips) for text in [*ends, *family.specials.split(), "<bos>"]
-    ]
-    bytes_alone.add_special_tokens(added)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytes_alone, bos_token="<bos>", eos_token=ends[0])
+    specials = [*family.tokens.replace(",", "").split(), "<bos>"]
+    bytes_alone.add_special_tokens([AddedToken(text, special=True, rstrip=family.strips) for text in specials])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytes_alone, bos_token="<bos>", eos_token=family.ends[0])
     tokenizer.chat_template = family.template
-    end_ids: Any = tokenizer.convert_tokens_to_ids(ends)
+    end_ids: Any = tokenizer.convert_tokens_to_ids(family.ends)
     return ChatTemplate(tokenizer, arguments=family.arguments, end_ids=end_ids)
 
 
 def written(family: Family, message: Message) -> str | None:
-    if "reasoning_content" in message:
-        return family.reasoned and family.reasoned(message)
     if "tool_calls" in message:
-        return family.call and family.call(message)
-    return family.answer(message)
+        return family.call
+    answer = (family.answer or "{}" + family.ends[0]).format(message["content"])
+    if "reasoning_content" not in message:
+        return answer
+    return None if family.reasoned is None else family.reasoned.replace("WHY", message["reasoning_content"]) + answer
 
 
 def renders(family: Family, messages: list[Message]) -> bool:
@@ -587,30 +488,27 @@ def renders(family: Family, messages: list[Message]) -> bool:
     return all(written(family, message) is not None for message in messages if message["role"] == "assistant")
 
 
-@pytest.mark.parametrize(
+CONVERSATIONS = pytest.mark.parametrize(
     ("name", "case"), [(name, case) for name in FAMILIES for case in CASES if renders(FAMILIES[name], CASES[case])]
 )
+
+
+@CONVERSATIONS
 def test_labels_are_what_the_target_writes_after_the_prompt_as_served(name: str, case: str) -> None:
     family, template, messages = FAMILIES[name], template_of(name), CASES[case]
     tokenizer = template.tokenizer
     answers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
     as_read = REASONED if messages is IN_TEXT and family.reasoned else messages
-
-    def ids(text: str) -> list[int]:
-        found: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-        return found
-
-    expected = []
+    expected: list[tuple[Any, ...]] = []
     for n in answers:
         prompt = template.render(template.prepared(as_read[:n], place=""), place="", answer_next=True)
         opened, empty = max(family.bare, family.bare_call if "tool_calls" in as_read[n] else family.bare)
         if "reasoning_content" not in as_read[n] and prompt.endswith(opened):
             prompt = prompt.removesuffix(opened) + empty
-        expected.append((ids(prompt), ids(str(written(family, as_read[n])))))
+        expected.append(tuple(tokenizer([prompt, str(written(family, as_read[n]))])["input_ids"]))
 
-    texts, _ = read_conversation(template, messages, place="f:1")
-    (documents,) = encode_conversations(template, [texts])
-    found = []
+    (documents,) = encode_conversations(template, [read_conversation(template, messages, place="f:1")[0]])
+    found: list[tuple[Any, ...]] = []
     for document in documents:
         at = 0
         for is_label, run in groupby(document.labels.tolist()):
@@ -622,9 +520,7 @@ def test_labels_are_what_the_target_writes_after_the_prompt_as_served(name: str,
     assert readable[0] == readable[1] and found == expected
 
 
-@pytest.mark.parametrize(
-    ("name", "case"), [(name, case) for name in FAMILIES for case in CASES if renders(FAMILIES[name], CASES[case])]
-)
+@CONVERSATIONS
 def test_rendered_text_has_the_labels_of_its_conversation(name: str, case: str) -> None:
     template, messages = template_of(name), CASES[case]
     (first, *others), _ = read_conversation(template, messages, place="f:1")
@@ -633,7 +529,7 @@ def test_rendered_text_has_the_labels_of_its_conversation(name: str, case: str) 
         return  # the template rewrites turns, and no text has the labels of all answers
     assert template.has_rendered(text)
     answers = first.answers
-    if name in ("Mistral", "DeepSeek-R1", "DeepSeek-V3.2"):
+    if name in ("MISTRAL", "DEEPSEEK_R1", "DEEPSEEK_V3_2"):
         answers = answers[: 1 if messages is CALLED else None]  # nothing marks one straight after a tool's result
     assert read_rendered(template, text).answers == answers
 
@@ -663,14 +559,14 @@ def test_reasoning_where_the_prompt_asks_for_none_is_refused(name: str, messages
         read_conversation(template_of(name), messages, place="f:1")
 
 
-@pytest.mark.parametrize("name", ["Llama 3", "SmolLM3"])
+@pytest.mark.parametrize("name", ["LLAMA_3", "SMOLLM_3"])
 def test_tags_that_the_template_does_not_know_are_text_of_the_answer(name: str) -> None:
     assert TAGGED in read_conversation(template_of(name), IN_TEXT, place="f:1")[1]
     assert TAGGED not in read_conversation(template_of(name), TURNS, place="f:1")[1]
 
 
 def test_an_answer_whose_text_beside_a_call_the_template_drops_is_context() -> None:
-    template = template_of("Cohere2MoE")
+    template = template_of("COHERE_2_MOE")
     beside: list[Message] = [CALLED[0], {**CALLED[1], "content": "let me look"}, *CALLED[2:]]
     (rendered,), notes = read_conversation(template, beside, place="f:1")
     assert [rendered.text[start:end] for start, end in rendered.answers] == ["<|TEXT|>the sea<|END_TEXT|><|END|>"]
@@ -680,4 +576,4 @@ def test_an_answer_whose_text_beside_a_call_the_template_drops_is_context() -> N
         read_conversation(template, beside[:2], place="f:1")
     thinking: list[Message] = [CALLED[0], {**beside[1], "reasoning_content": "so"}, *CALLED[2:]]
     with pytest.raises(RecordError, match="asks for none"):  # and not for its text
-        read_conversation(template_of("Cohere2MoE, not thinking"), thinking, place="f:1")
+        read_conversation(template_of("COHERE_2_MOE_NOT_THINKING"), thinking, place="f:1")

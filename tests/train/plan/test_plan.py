@@ -22,7 +22,7 @@ from tests.support.small_targets import small_heads
 from train.entry import attempt
 from train.features.feature_source import make_batch
 from train.plan.memory_and_flops import COPIES, STATE, Launch, Plan
-from train.plan.plan_lines import advice, decoding_hours, device_tflops, flops_per_token, hours
+from train.plan.plan_lines import advice, decoding_hours, device_tflops, hours
 from train.recipe.head_section import make_head
 from train.recipe.recipe import KINDS, load_recipe
 from train.steps.draft_lora import add_adapters
@@ -87,7 +87,6 @@ def test_a_heads_state_is_the_sum_by_hand(eagle: Settings, tmp_path: Path) -> No
     tables = 8 * 32000 + 128256  # of the draft vocabulary
     assert rows["the head as it is measured"] == 2 * parameters + tables
     assert plan.step_tokens == 2 * 2 * 48
-    assert hours(plan, 100.0, 1e9) == pytest.approx(1e9 * sum(flops_per_token(plan)) / 1e14 / 3600)
 
 
 REFUSED = [
@@ -98,6 +97,7 @@ REFUSED = [
     ["train.tokens_per_step=7"],
     ["head={kind: draft, fresh: {max_position_embeddings: 16}}"],
     ["target.adapter=.", "target.path=."],
+    ["target.path=nowhere"],
     ["eval.prompts=no.jsonl"],
     ["data.sources=[{kind: chat, path: no.jsonl}]"],
     ["data.sources=[{kind: text, path: no.jsonl}]"],
@@ -242,8 +242,6 @@ def test_a_plan_needs_the_config_alone_and_writes_nothing(
     assert "--memory: is an option of --plan" in the_error(capsys)
     assert attempt("medusa", [path, "--plan"]) == 2
     assert "train/eagle.py" in the_error(capsys)
-    assert attempt("eagle", [path, "--plan", "target.path=nowhere"]) == 2
-    assert "nowhere" in the_error(capsys)
 
 
 def test_hours_are_those_of_the_device_that_is_planned_for(

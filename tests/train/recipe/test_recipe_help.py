@@ -11,6 +11,7 @@ from heads.methods.mtp_names import LAYOUTS
 from heads.parts.losses import LOSSES
 from heads.parts.part_settings import Divergence
 from heads.registry import HEADS, UNTRAINED
+from tests.support.processes import ROOT
 from train.entry import attempt
 from train.recipe.recipe import KINDS, Recipe
 from train.recipe.recipe_help import keys_of
@@ -24,7 +25,8 @@ def listed(kind: str) -> dict[str, tuple[str, str, str]]:
     return {name: (type_, default, " ".join(meaning.split())) for name, type_, default, meaning in found}
 
 
-def test_every_kind_of_head_has_settings() -> None:
+def test_every_kind_of_head_has_settings_and_an_entry() -> None:
+    assert {*KINDS.values()} == HEADS.keys() and all((ROOT / f"train/{name}.py").is_file() for name in KINDS)
     assert METHODS.keys() == HEADS.keys() and LOSSES.keys() == set(get_args(Divergence))
     untrained = {kind for kind, cls in UNTRAINED.items() if cls.__module__.startswith("heads.")}
     assert TITLES.keys() == HEADS.keys() | untrained

@@ -7,19 +7,18 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from eval.runtime.reference import generate
 from heads.registry import build_head
 from heads.saved import load_head
 from heads.targets.frozen_target import FrozenTarget
-from heads.targets.load import load_target
-from heads.targets.target_files import load_tokenizer
 from tests.support.chats import reader_of
 from tests.support.closeness import assert_close
 from tests.support.faults import signal_at
 from tests.support.runs import Settings, measured_run, same, weights, write_recipe
 from tests.support.runs import train_in as run
+from tests.support.small_targets import make_target
 from train.core.interrupts import Interrupted
 from train.data.prepare import load_data
 from train.recipe.recipe import load_recipe
@@ -32,14 +31,8 @@ ON_POLICY = {"every": 2, "prompts": 6, "samples": 4, "prompt_tokens": 8, "new_to
 def small(settings: Settings) -> Settings:
     """A run of a draft model that takes a second."""
     settings["head"] = {"kind": "draft", "layers": [0, 7]}
-    settings["train"] |= {"lr": 1e-3}
-    settings["eval"]["report"] = {"repeats": 1}
+    settings["train"]["lr"] = 1e-3
     return settings
-
-
-@pytest.fixture(scope="module")
-def target(tiny_target_dir: Path) -> FrozenTarget:
-    return load_target(str(tiny_target_dir))
 
 
 def adapted(target: FrozenTarget, lora: Settings) -> tuple[Any, Any]:
@@ -55,9 +48,19 @@ def adapted(target: FrozenTarget, lora: Settings) -> tuple[Any, Any]:
     return plain, head
 
 
-@pytest.mark.parametrize("modules", [None, ["q_proj", "down_proj"]])
-def test_merged_weights_are_the_adapted_model(modules: list[str] | None, target: FrozenTarget) -> None:
-    plain, head = adapted(target, {"rank": 3, "alpha": 5.0} | ({} if modules is None else {"modules": modules}))
+PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+@pytest.mark.parametrize(
+    ("family", "lora", "modules"),
+    [
+        ("llama", {}, PROJECTIONS),
+        ("llama", {"modules": ["q_proj", "down_proj"]}, {"q_proj", "down_proj"}),
+        ("gpt2", {}, {"c_attn", "c_proj", "c_fc"}),  # which keeps its matrices transposed
+    ],
+)
+def test_merged_weights_are_the_adapted_model(family: str, lora: Settings, modules: set[str]) -> None:
+    plain, head = adapted(make_target(family, torch.float32), {"rank": 3, "alpha": 5.0, **lora})
     ids = torch.arange(20)[None]
     before = plain.model(input_ids=ids).logits
     wanted = head.model(input_ids=ids).logits
@@ -65,27 +68,15 @@ def test_merged_weights_are_the_adapted_model(modules: list[str] | None, target:
     assert not torch.allclose(before, wanted, atol=1e-2)
     assert_close(plain.model(input_ids=ids).logits, wanted, roundings=256)
     trained = {name for name, parameter in head.named_parameters() if parameter.requires_grad}
-    assert trained and all("lora_" in name for name in trained)
-    adapters = {name.split(".lora_")[0].split(".")[-1] for name in trained}
-    projections = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-    assert adapters == (projections if modules is None else set(modules))
-
-
-def test_a_fused_layer_is_merged_the_right_way_round() -> None:
-    """gpt2 keeps its matrices transposed."""
-    config = AutoConfig.for_model("gpt2", vocab_size=40, n_embd=16, n_layer=4, n_head=2, n_positions=64, eos_token_id=1)
-    auto: Any = AutoModelForCausalLM
-    plain, head = adapted(FrozenTarget(auto.from_config(config), "gpt2"), {"rank": 3})
-    ids = torch.arange(20)[None]
-    plain.load_state_dict(merged_weights(head, head.state_dict()))
-    torch.testing.assert_close(plain.model(input_ids=ids).logits, head.model(input_ids=ids).logits)
+    assert all("lora_" in name for name in trained)
+    assert {name.split(".lora_")[0].split(".")[-1] for name in trained} == modules
 
 
 def test_a_whole_run_by_adapters_on_its_own_text(small: Settings) -> None:
     """Every option at once; the published form is a plain model, its outputs the target's own."""
     small["head"]["lora"] = {"rank": 4}
     small["data"] |= {"on_policy": ON_POLICY, "regenerate": {"prompts": 4, "prompt_tokens": 8, "new_tokens": 8}}
-    small["eval"]["report"] |= {"tree": ["chain:2", "tree:2x2x5"], "temperature": [0, 1]}
+    small["eval"]["report"] = {"repeats": 1, "tree": ["chain:2", "tree:2x2x5"], "temperature": [0, 1]}
     folder, results = measured_run("distill", small)
     assert results["exact"]["prompts"] == 8
     head = load_head(folder)
@@ -101,7 +92,6 @@ def test_a_whole_run_by_adapters_on_its_own_text(small: Settings) -> None:
 def test_a_run_on_its_own_text_goes_on_bit_for_bit(steps: tuple[int, ...], small: Settings, tmp_path: Path) -> None:
     """Broken off before it writes, in the midst of what it wrote, and just before it writes anew."""
     small["data"]["on_policy"] = ON_POLICY
-    small["eval"]["report"] |= {"repeats": 1}
     unbroken = run(small)
     for step in steps:
         small["output_dir"] = str(tmp_path / f"broken at {step}")
@@ -113,12 +103,12 @@ def test_a_run_on_its_own_text_goes_on_bit_for_bit(steps: tuple[int, ...], small
             assert (unbroken / "on_policy" / name).read_bytes() == (broken / "on_policy" / name).read_bytes(), step
 
 
-def test_samples_are_the_drafts_own_and_are_learnt_from(small: Settings, target: FrozenTarget) -> None:
+def test_samples_are_the_drafts_own_and_are_learnt_from(
+    small: Settings, target: FrozenTarget, tokenizer: PreTrainedTokenizerBase
+) -> None:
     """Greedy samples are what the draft of that step says; at share 1 they are all that the next steps learn from."""
     small["data"]["on_policy"] = {**ON_POLICY, "temperature": 0.0, "share": 1.0}
-    recipe = write_recipe(small)
-    folder = run(small)
-    data, tokenizer = load_recipe(recipe).data, load_tokenizer(target.name)
+    folder, data = run(small), load_recipe(write_recipe(small)).data
     head: Any = build_head("draft", {"layers": [0, 7]}, target, torch.ones(128))
     head.load_state_dict(weights(folder, 4))
     _, written = load_data(data, 0, head, target, reader_of(tokenizer), folder)
@@ -126,8 +116,7 @@ def test_samples_are_the_drafts_own_and_are_learnt_from(small: Settings, target:
     pool = written.mixture(4, written.read(4)).pools[0]
     rows = [pool.row(n).tokens[0] for n in range(len(pool))]
     prompts = [request.prompt for request in written.requests(4)]
-    recorded = (folder / "on_policy/step-4.jsonl").read_text().splitlines()
-    samples = [json.loads(line) for line in recorded]
+    samples = [json.loads(line) for line in (folder / "on_policy/step-4.jsonl").read_text().splitlines()]
     packed = " ".join(" ".join(map(str, row.tolist())) for row in rows)
     assert len(samples) == len(prompts) == 4
     for prompt, sample in zip(prompts, samples, strict=True):

@@ -59,12 +59,16 @@ def test_a_run_goes_on_bit_for_bit_and_leaves_a_head(
     assert same(weights(folder, 4), first)
 
 
+LOST = "data.sources.0.path=no.jsonl"
 REFUSED: list[tuple[str, str, str]] = [
+    ("eagle", f"head.serve=[llama.cpp] & head.fc_norm=true & {LOST}", "llama.cpp b11549 refuses heads with fc_norm"),
+    ("eagle", f"head.serve=[vllm,openvino] & head.norm_output=true & {LOST}", "norm_output: is not read, so another"),
     ("dflash", "head.mask_token_id=71", "head.mask_token_id: the data has the token 71, 'b'"),
     ("dflash", "head.block_size=60", "data.context_length: 48 tokens cannot hold a root and a draft of 59"),
     ("dflash", "eval.tree=chain:4", "tree chain:4: 4 levels, the head drafts 3 in a block of 4; ask for"),
     ("dflash", "eval.report.tree=[chain:4]", "tree chain:4: 4 levels, the head drafts 3 in a block"),
     ("medusa", "head.tree_nodes=0", "grow no static tree"),
+    ("medusa", "train.save_dtype=float32 & target.dtype=bfloat16", "the dtype of its target, bfloat16; "),
     ("medusa", "eval.temperature=1 & eval.rule=block & eval.tree=static:2.1", "rule block judges chains, not the tree"),
     ("medusa", "eval.temperature=1 & eval.rule=ratio", "rule ratio: the tree 'head' is grown from ranks"),
     ("distill", "head.lora={modules: [q_proj, q_prj]}", "head.lora.modules: 'q_prj' fits no linear layer of the draft"),
@@ -77,7 +81,7 @@ REFUSED: list[tuple[str, str, str]] = [
 
 
 @pytest.mark.parametrize(("entry", "override", "fault"), REFUSED)
-def test_what_cannot_be_trained_is_refused_before(
+def test_what_cannot_be_trained_or_served_is_refused_before(
     entry: str, override: str, fault: str, settings: Settings, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert attempt(entry, [str(write_recipe(of_kind(settings, entry))), *override.split(" & ")]) == 2
@@ -85,7 +89,12 @@ def test_what_cannot_be_trained_is_refused_before(
     assert not list(Path(settings["output_dir"]).rglob("metrics.jsonl"))
 
 
-@pytest.mark.parametrize(("family", "precision"), [("mimo", "bf16"), ("deepseek", "fp32"), ("qwen_fused", "fp32")])
+HYBRID = pytest.param("hybrid", "fp32", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("family", "precision"), [("mimo", "bf16"), ("deepseek", "fp32"), ("qwen_fused", "fp32"), HYBRID]
+)
 def test_a_checkpoints_own_modules_are_fine_tuned(
     family: str, precision: str, settings: Settings, tmp_path: Path
 ) -> None:

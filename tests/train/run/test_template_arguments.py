@@ -40,9 +40,9 @@ def test_a_head_is_measured_with_the_arguments_that_it_was_trained_with(
     run, own = measured_run("medusa", settings)
     assert own["target"]["template"] == {"calm": True}
 
-    def measured(*options: str) -> tuple[str, object]:
-        out = tmp_path / f"out{len(options)}"
-        words = [str(run), "--prompts", settings["eval"]["prompts"], "--max-new-tokens", "8", "--tree", "chain:2"]
+    def measured(*options: str, head: str = str(run)) -> tuple[str, object]:
+        out = tmp_path / f"out{len([*tmp_path.iterdir()])}"
+        words = [head, "--prompts", settings["eval"]["prompts"], "--max-new-tokens", "8", "--tree", "chain:2"]
         assert exit_status(lambda: bench.main([*words, "--no-timing", "--out", str(out), *options])) == 0
         results = json.loads((out / "audit.json").read_text())
         return results["settings"]["prompts_hash"], results["target"]["template"]
@@ -53,17 +53,14 @@ def test_a_head_is_measured_with_the_arguments_that_it_was_trained_with(
     without, arguments = measured("--template", "", "--seed", "1")
     assert f"{run}: was trained with template arguments {{'calm': True}}, and is given {{}}" in capsys.readouterr().err
     assert without != own["settings"]["prompts_hash"] and arguments == {}
-    capsys.readouterr()
-    words = ["lookup:2", "--target", str(target), "--prompts", settings["eval"]["prompts"], "--max-new-tokens", "4"]
     for given in ([], ["--template", "calm=false"]):
-        out = str(tmp_path / f"lookup{len(given)}")
-        assert bench.main([*words, "--no-timing", "--out", out, *given]) == 0
+        measured("--target", str(target), *given, head="lookup:2")
         line = f"{target}: the chat template reads calm (false), left at default; a head trained with another value"
         assert (line in capsys.readouterr().err) == (not given)
-    assert exit_status(lambda: chat.main([str(run), "--prompt", "the sea", "--template", "clam=true"])) == 2
-    assert the_error(capsys) == "error: --template: the chat template has no argument 'clam'; it has calm"
-    assert exit_status(lambda: chat.main([str(run), "--prompt", "the sea", "--template", "calm"])) == 2
-    assert "--template: expected NAME=VALUE" in the_error(capsys)
+    for wrong, fault in (("clam=true", "has no argument 'clam'; it has calm"), ("calm", "expected NAME=VALUE")):
+        assert exit_status(lambda wrong=wrong: chat.main([str(run), "--prompt", "so", "--template", wrong])) == 2
+        error = the_error(capsys)
+        assert error.startswith("error: --template: ") and fault in error
 
 
 def test_arguments_as_they_are_typed() -> None:

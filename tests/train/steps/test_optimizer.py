@@ -34,13 +34,13 @@ def test_wsd_is_flat_until_its_fall() -> None:
 
 
 def test_norms_and_biases_do_not_decay() -> None:
+    def by_decay(module: nn.Module) -> dict[float, list[tuple[int, ...]]]:
+        groups = make_optimizer(module, Train(max_steps=1, weight_decay=0.1)).param_groups
+        return {group["weight_decay"]: [tuple(p.shape) for p in group["params"]] for group in groups}
+
     head = nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3))
-    optimizer = make_optimizer(head, Train(max_steps=1, weight_decay=0.1))
-    by_decay = {group["weight_decay"]: [tuple(p.shape) for p in group["params"]] for group in optimizer.param_groups}
-    assert by_decay == {0.1: [(3, 2)], 0.0: [(3,), (3,), (3,)]}
-    convolution = make_optimizer(BlockConvolution(8, 2, 4), Train(max_steps=1, weight_decay=0.1))
-    by_decay = {group["weight_decay"]: [tuple(p.shape) for p in group["params"]] for group in convolution.param_groups}
-    assert by_decay == {0.1: [(8, 8)], 0.0: [(2, 2, 8)]}  # the base, which is 1
+    assert by_decay(head) == {0.1: [(3, 2)], 0.0: [(3,), (3,), (3,)]}
+    assert by_decay(BlockConvolution(8, 2, 4)) == {0.1: [(8, 8)], 0.0: [(2, 2, 8)]}  # the base, which is 1
 
 
 def draft_of(family: str) -> Any:

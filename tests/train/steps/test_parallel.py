@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from heads.core.errors import UserError
-from tests.support.processes import ROOT, finish, launcher, start
+from tests.support.processes import ROOT, finish, form_launcher, start
 from tests.support.training_steps import Job, stored
 from train.recipe.recipe import Train
 from train.steps.stepper import rows_of_process, rows_per_step
@@ -44,8 +44,8 @@ def test_the_passes_of_a_step_follow_from_its_tokens() -> None:
 
 def run(job: Job, form: str | None = None) -> dict[str, torch.Tensor]:
     """The tensors that a job leaves; in one process, or in two of a form."""
-    flags = [] if form is None else launcher("--config_file", str(ROOT / f"recipes/accelerate/{form}.yaml"))
-    finish(start(job.write(), launcher=flags or None, script=ROOT / "tests/support/training_steps.py"))
+    launch = None if form is None else form_launcher(form)
+    finish(start(job.write(), launcher=launch, script=ROOT / "tests/support/training_steps.py"))
     return stored(Path(job.folder) / f"step-{job.end}")
 
 
