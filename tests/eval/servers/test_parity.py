@@ -32,7 +32,7 @@ from tests.support.small_targets import make_target
 
 ROOT = Path(__file__).resolve().parents[3]
 PROMPTS = [[0, 100, 90, 80]]
-NEW, DEPTH = 60, 3
+NEW, DEPTH = 100, 3
 
 
 @pytest.fixture(scope="module")
