@@ -3,7 +3,6 @@
 import json
 import re
 import string
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,38 +12,33 @@ from tokenizers import Tokenizer, decoders, models, normalizers, processors
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from eval import parity
-from eval.servers.engine_process import engine_python
 from eval.servers.gguf_conversion import check_gguf, convert
-from heads.registry import build_head
 from heads.saved import load_head, save_head, target_record
 from heads.targets.load import load_target
 from scripts import publish
-from tests.engines.engine_record import VARIABLE, add_row
+from tests.engines.engine_record import DRAFT, EAGLE3, SMALL, VARIABLE, add_row, need, new_head
+from tests.support.annotations import Capture, Once
 from tests.support.chats import talk, write_chats
 from tests.support.refusals import refused
 
 pytestmark = pytest.mark.engine
 TARGET = Path(__file__).parents[2] / "recipes/quickstart/target"
-SMALL: dict[str, Any] = {"num_layers": 2, "intermediate_size": 192}
 HEADS: dict[str, dict[str, Any]] = {
-    "eagle3": {"draft_vocab_size": 2048, "intermediate_size": 384},
+    "eagle3": EAGLE3,
     "eagle3, norm_output": {"norm_output": True, "intermediate_size": 384},
     "dflash": SMALL | {"block_size": 6},
     "dspark": SMALL | {"block_size": 5, "markov_rank": 64},
     "dflash2": SMALL | {"block_size": 6, "selector_top_k": 13, "selector_rank": 64},
-    "draft": {"layers": [0, 5, 10, 15, 19]},
+    "draft": DRAFT,
 }
-"""New heads: their initial weights draft a few right tokens."""
 
 
 @pytest.fixture(scope="module")
-def heads(once: Callable[[str, Callable[[Path], None]], Path]) -> Path:
+def heads(once: Once) -> Path:
     def make(folder: Path) -> None:
         target = load_target(str(TARGET), dtype=torch.float32)
         for name, settings in HEADS.items():
-            with torch.random.fork_rng():
-                torch.manual_seed(0)
-                head = build_head(name.partition(",")[0], settings, target, torch.ones(target.vocab_size))
+            head = new_head(name.partition(",")[0], target, settings)
             save_head(head, folder / name, target=target_record(target), dtype=torch.float32)
 
     return once("engine-heads", make)
@@ -52,8 +46,7 @@ def heads(once: Callable[[str, Callable[[Path], None]], Path]) -> Path:
 
 def answer(heads: Path, name: str, engine: str, out: Path, *options: str) -> str:
     """Return the last line of a comparison, whose exit status says whether all is equal."""
-    if engine_python(engine) is None:
-        pytest.skip(f"no environment with {engine} (scripts/make_engine.sh {engine})")
+    need(engine)
     words = [str(heads / name), "--target", str(TARGET), "--engine", engine, "--out", str(out), *options]
     status = parity.main([*words, "--num-prompts", "4", "--max-new-tokens", "32"])
     record = json.loads((out / "parity.json").read_text())
@@ -65,26 +58,18 @@ def answer(heads: Path, name: str, engine: str, out: Path, *options: str) -> str
     ("engine", "name"),
     [
         *(("llama.cpp", name) for name in HEADS if "," not in name),
-        ("openvino", "eagle3"),
-        ("openvino", "dflash"),
-        ("mlx", "draft"),
-        ("vllm", "eagle3"),
-        ("vllm", "draft"),
+        *(("openvino", "eagle3"), ("openvino", "dflash"), ("mlx", "draft"), ("vllm", "eagle3"), ("vllm", "draft")),
     ],
 )
-def test_a_whole_engine_writes_our_texts_and_accepts_our_drafts(
-    engine: str, name: str, heads: Path, tmp_path: Path
-) -> None:
+def test_an_engine_writes_our_texts_and_accepts_our_drafts(engine: str, name: str, heads: Path, tmp_path: Path) -> None:
     assert re.match(r"the head: (the same texts, )?tau 1\.[01]", answer(heads, name, engine, tmp_path))
     record = json.loads((tmp_path / "parity.json").read_text())
     counted = [line for line in record["lines"] if line.startswith("here: ")]
     words = " ".join(record["command"]).replace(f"{heads}/", "").replace(str(TARGET), "quickstart")
+    equal = [request["texts_equal"] for request in record["requests"]]
     row = {
-        "draft": record["kind"],
-        "engine": record["engine"],
-        "command": words.partition(" --out")[0],
-        "texts_equal": sum(request["texts_equal"] for request in record["requests"]),
-        "texts": len(record["requests"]),
+        **{"draft": record["kind"], "engine": record["engine"], "command": words.partition(" --out")[0]},
+        **{"texts_equal": sum(equal), "texts": len(equal)},
         **dict(zip(("here", "there"), re.findall(r"(?:here|engine): ([^;]+)", counted[0]), strict=True)),
     }
     how = f"{VARIABLE}=FOLDER pytest -m engine tests/engines/test_engines.py"
@@ -92,7 +77,7 @@ def test_a_whole_engine_writes_our_texts_and_accepts_our_drafts(
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "reason"),
+    ("name", "options", "why"),
     [
         ("eagle3, norm_output", ["--prompts", "lines.jsonl"], "the conversion: norm_output was dropped"),
         ("eagle3", ["--engine-cache", "q4_0"], "its KV cache is in 4 bits"),
@@ -100,11 +85,8 @@ def test_a_whole_engine_writes_our_texts_and_accepts_our_drafts(
         ("eagle3", ["--engine-target", "q8_0"], "its target's weights are Q8_0"),
     ],
 )
-def test_what_makes_llama_cpp_differ_is_named(
-    name: str, options: list[str], reason: str, heads: Path, tmp_path: Path
-) -> None:
-    if engine_python("llama.cpp") is None:
-        pytest.skip("no environment with llama.cpp (scripts/make_engine.sh llama.cpp)")
+def test_what_makes_llama_cpp_differ_is_named(name: str, options: Any, why: str, heads: Path, tmp_path: Path) -> None:
+    need("llama.cpp")
     if options[:1] == ["--engine-target"]:
         file = tmp_path / "target.gguf"
         convert(str(TARGET), file, dtype=options[1], log=tmp_path / "log")
@@ -114,7 +96,7 @@ def test_what_makes_llama_cpp_differ_is_named(
         lines = ["self.x = x\nself.y = y\n" * 5, "for i in range(10):\n    print(i)\n" * 4]
         prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in lines))
         options = ["--prompts", str(prompts)]
-    assert reason in answer(heads, name, "llama.cpp", tmp_path / "out", *options)
+    assert why in answer(heads, name, "llama.cpp", tmp_path / "out", *options)
 
 
 def make_known(folder: Path, start: str = "") -> None:
@@ -139,14 +121,12 @@ def make_known(folder: Path, start: str = "") -> None:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         LlamaForCausalLM(config).save_pretrained(folder)
-        target = load_target(str(folder), dtype=torch.float32)
-        head = build_head("eagle3", {}, target, torch.ones(target.vocab_size))
-    save_head(head, folder / "head", target=target_record(target), dtype=torch.float32)
+    target = load_target(str(folder), dtype=torch.float32)
+    save_head(new_head("eagle3", target, {}), folder / "head", target=target_record(target), dtype=torch.float32)
 
 
-def test_a_head_is_published_as_a_gguf_file_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    if engine_python("llama.cpp") is None:
-        pytest.skip("no environment with llama.cpp (scripts/make_engine.sh llama.cpp)")
+def test_a_head_is_published_as_a_gguf_file_too(tmp_path: Path, capsys: Capture) -> None:
+    need("llama.cpp")
     make_known(tmp_path)
     words = [str(tmp_path / "head"), "ann/a-head", "--gguf", "--unmeasured", "--dry-run"]
     assert publish.main(words) == 0
@@ -154,8 +134,7 @@ def test_a_head_is_published_as_a_gguf_file_too(tmp_path: Path, capsys: pytest.C
 
 
 def test_a_bos_token_that_llama_cpp_puts_before_a_chat_is_named(tmp_path: Path) -> None:
-    if engine_python("llama.cpp") is None:
-        pytest.skip("no environment with llama.cpp (scripts/make_engine.sh llama.cpp)")
+    need("llama.cpp")
     make_known(tmp_path, start="{{ ' ' }}")
     write_chats(tmp_path / "chats.jsonl", ({"messages": talk(text)} for text in ("abc", "x1 [y]")))
     words = ["--target", str(tmp_path), "--engine", "llama.cpp", "--prompts", str(tmp_path / "chats.jsonl")]
@@ -167,8 +146,7 @@ def test_a_bos_token_that_llama_cpp_puts_before_a_chat_is_named(tmp_path: Path) 
 
 @pytest.mark.parametrize("dtype", ["f32", "q8_0"])
 def test_a_gguf_file_is_read_back_whole(dtype: str, heads: Path, tmp_path: Path) -> None:
-    if engine_python("llama.cpp") is None:
-        pytest.skip("no environment with llama.cpp (scripts/make_engine.sh llama.cpp)")
+    need("llama.cpp")
     head: Any = load_head(heads / "eagle3")
     file = tmp_path / "eagle3-head.gguf"
     made: dict[str, Any] = {"target": str(TARGET), "dtype": dtype, "log": tmp_path / "log"}

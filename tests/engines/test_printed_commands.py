@@ -3,9 +3,8 @@ there."""
 
 import json
 import shlex
-import socket
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,21 +16,16 @@ from eval import bench, parity
 from eval.pages.verdicts import serve_command
 from eval.records.results import read_results
 from eval.records.schema import Results
-from eval.servers.engine_process import INSIDE, engine_python
+from eval.servers.engine_process import INSIDE
 from eval.servers.gguf_conversion import converter_of
-from heads.registry import build_head
 from heads.saved import save_head, target_record
 from heads.targets.load import load_target
-from tests.engines.engine_record import VARIABLE, add_row
-from tests.engines.vllm_process import TARGET, serving, vllm_server
+from tests.engines.engine_record import DRAFT, EAGLE3, SMALL, VARIABLE, add_row, need, new_head
+from tests.engines.vllm_process import TARGET, free_port, serving, vllm_server
+from tests.support.annotations import Once
 
 pytestmark = pytest.mark.engine
-SMALL: dict[str, Any] = {"num_layers": 2, "intermediate_size": 192}
-HEADS: dict[str, dict[str, Any]] = {
-    "eagle3": {"draft_vocab_size": 2048, "intermediate_size": 384},
-    "dflash": SMALL | {"block_size": 5},
-    "draft": {"layers": [0, 5, 10, 15, 19]},
-}
+HEADS: dict[str, dict[str, Any]] = {"eagle3": EAGLE3, "dflash": SMALL | {"block_size": 5}, "draft": DRAFT}
 PROMPTS = ["--prompts", "python-heldout", "--num-prompts", "4", "--max-prompt-tokens", "128", "--max-new-tokens", "48"]
 HERE = ["--no-timing", "--tree", "chain:4"]
 
@@ -44,33 +38,28 @@ def typed(command: str, folder: Path) -> Iterator[str]:
         with vllm_server(folder, *server[3:], target=server[2]) as url:
             yield url
         return
-    python = engine_python("llama.cpp")
-    assert python is not None and len(before) == 2
+    python = need("llama.cpp")
+    assert len(before) == 2
     # The converter does not know the quickstart's tokenizer.
     converter = [str(python), str(INSIDE / "llamacpp_convert.py"), str(converter_of(python))]
     for interpreter, script, *rest in before:
         assert (interpreter, script) == ("python", "convert_hf_to_gguf.py")
         subprocess.run([*converter, *rest], cwd=folder, check=True, capture_output=True)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     assert server[0] == "llama-server"
-    program = [str(python.parent / server[0]), *server[1:], "--port", str(port), "--no-warmup"]
-    for option in ("-ctk", "-ctv", "-ctkd", "-ctvd"):
-        program += [option, "f32"]
+    port = free_port()
+    program = [str(python.parent / server[0]), *server[1:], "--port", port, "--no-warmup"]
+    program += " ".join(f"{option} f32" for option in ("-ctk", "-ctv", "-ctkd", "-ctvd")).split()
     with serving([*program, "-fa", "off", "-c", "512", "-np", "1"], f"http://127.0.0.1:{port}", folder) as url:
         yield url
 
 
 def make_heads(folder: Path) -> None:
-    """Write new heads, whose initial weights draft a few right tokens, once for each engine."""
+    """Write new heads, once for each engine."""
     target = load_target(str(TARGET), dtype=torch.float32)
+    record = target_record(target)
     for name, settings in HEADS.items():
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            head = build_head(name, settings, target, torch.ones(target.vocab_size))
+        head = new_head(name, target, settings)
         for engine in ("vllm", "llama.cpp"):
-            record = target_record(target)
             save_head(head, folder / engine / name, target=record, provenance={"serve": [engine]}, dtype=torch.float32)
 
 
@@ -78,19 +67,12 @@ def tau_of(results: Results) -> float:
     return results.measurements[results.chosen].tau.mean
 
 
-@pytest.mark.parametrize(
-    ("engine", "draft"),
-    [
-        *(("vllm", draft) for draft in (*HEADS, "ngram:3")),
-        *(("llama.cpp", draft) for draft in (*HEADS, "lookup:2+eagle3")),
-    ],
-)
-def test_the_printed_command_serves_what_was_measured(
-    engine: str, draft: str, once: Callable[[str, Callable[[Path], None]], Path], tmp_path: Path
-) -> None:
-    python = engine_python(engine)
-    if python is None or (engine == "llama.cpp" and not (python.parent / "llama-server").exists()):
-        pytest.skip(f"no environment with {engine} and its server (scripts/make_engine.sh {engine})")
+DRAFTS = {"vllm": [*HEADS, "ngram:3"], "llama.cpp": [*HEADS, "lookup:2+eagle3"]}
+
+
+@pytest.mark.parametrize(("engine", "draft"), [(engine, draft) for engine in DRAFTS for draft in DRAFTS[engine]])
+def test_the_printed_command_serves_what_was_measured(engine: str, draft: str, once: Once, tmp_path: Path) -> None:
+    need(engine, *["llama-server"] * (engine == "llama.cpp"))
     folder = once("printed-heads", make_heads) / engine
     lookup, plus, name = draft.rpartition("+")
     head = f"{lookup}{plus}{folder / name}" if name in HEADS else draft
@@ -100,23 +82,14 @@ def test_the_printed_command_serves_what_was_measured(
     command = serve_command(here)
     assert command is not None
     with typed(command, tmp_path) as url:
-        own = (
-            [*words, "--server", url]
-            if name in HEADS and not plus
-            else ["--target", str(TARGET), *PROMPTS, "--server", url]
-        )
-        assert bench.main([*own, "--out", str(tmp_path / "there")]) == 0
+        assert bench.main([*words, "--server", url, "--out", str(tmp_path / "there")]) == 0
     there = read_results(tmp_path / "there/results.json")
     assert there.server is not None
     shown = command.replace(f"{folder}/", "").replace(f"{TARGET}", "quickstart")
     row = {
-        "draft": draft,
-        "engine": there.server.name,
-        "command": shown,
-        "tau_here": tau_of(here),
-        "tau_there": tau_of(there),
-        "texts_equal": there.exact.identical,
-        "texts": there.exact.prompts,
+        **{"draft": draft, "engine": there.server.name, "command": shown},
+        **{"tau_here": tau_of(here), "tau_there": tau_of(there)},
+        **{"texts_equal": there.exact.identical, "texts": there.exact.prompts},
     }
     facts = {"target": {**here.target.model_dump(), "name": "quickstart"}, "options": [*HERE, *PROMPTS]}
     how = f"{VARIABLE}=FOLDER pytest -m engine tests/engines/test_printed_commands.py"
@@ -127,12 +100,8 @@ def test_the_printed_command_serves_what_was_measured(
     assert tau_of(there) == pytest.approx(tau_of(here), rel=allowed) and tau_of(there) > 1.02
 
 
-def test_the_bound_at_which_a_server_ends_drafts_is_named(
-    once: Callable[[str, Callable[[Path], None]], Path], tmp_path: Path
-) -> None:
-    python = engine_python("llama.cpp")
-    if python is None or not (python.parent / "llama-server").exists():
-        pytest.skip("no environment with llama.cpp and its server (scripts/make_engine.sh llama.cpp)")
+def test_the_bound_at_which_a_server_ends_drafts_is_named(once: Once, tmp_path: Path) -> None:
+    need("llama.cpp", "llama-server")
     words = [str(once("printed-heads", make_heads) / "llama.cpp/eagle3"), "--target", str(TARGET), *PROMPTS]
     assert bench.main([*words, *HERE, "--out", str(tmp_path / "here")]) == 0
     command = serve_command(read_results(tmp_path / "here/audit.json"))

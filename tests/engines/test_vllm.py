@@ -5,7 +5,6 @@ DRAFTSMITH_ENGINE_RECORD names a file to which the figures are written, eval/res
 
 import json
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,14 +19,15 @@ from eval.measure.figures import top_two_margins
 from eval.measure.machine import machine
 from eval.measure.model_facts import target_facts
 from eval.records.results import write_record
-from eval.runtime.engine import Engine, EngineOptions, Request
+from eval.runtime.engine import Request
 from eval.runtime.near_ties import FAR, find_mismatches, first_difference
-from heads.core.tree import parse_shape
 from heads.saved import load_head, save_head, target_record
 from heads.targets.load import load_target
 from heads.targets.target_files import load_tokenizer
 from tests.engines.vllm_process import NEEDS_VLLM, TARGET, ask_vllm
+from tests.support.annotations import Once
 from tests.support.runs import forget_accelerator, train
+from tests.support.small_targets import open_engine
 
 pytestmark = NEEDS_VLLM
 PROMPTS, NEW_TOKENS, ROWS = 32, 64, 8
@@ -121,9 +121,7 @@ def add_to_record(row: dict[str, Any], **shared: Any) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_whole_vllm_writes_the_same_text_and_accepts_the_same_drafts(
-    name: str, once: Callable[[str, Callable[[Path], None]], Path], tmp_path: Path
-) -> None:
+def test_a_whole_vllm_writes_the_same_text_and_accepts_the_same_drafts(name: str, once: Once, tmp_path: Path) -> None:
     family = FAMILIES[name]
     K = family.depth
     folder = once("mimo", make_mimo) if family.method == "mtp" else TARGET
@@ -134,59 +132,38 @@ def test_a_whole_vllm_writes_the_same_text_and_accepts_the_same_drafts(
     if family.method == "dflash":
         one_norm_of_keys(head)
     save_head(head, tmp_path / "head", target=target_record(target))
-    options = EngineOptions(shape=parse_shape(f"chain:{K}"), batch_size=ROWS, max_length=256)
-    engine = Engine(target, head, options)
+    engine = open_engine(target, head, f"chain:{K}", batch_size=ROWS, max_length=256)
     # The last round of a text is whole in vLLM's counters; here, if the text may go on to the end of it.
     outputs = engine.generate([Request(p.ids, NEW_TOKENS + K, ignore_eos=True) for p in prompts])
     texts, accepted = [output.tokens[:NEW_TOKENS] for output in outputs], []
     for output in outputs:
         starts = [1 + sum(output.accepted[:r]) + r for r in range(output.rounds)]  # tokens before round r
         accepted.append([count for count, start in zip(output.accepted, starts, strict=True) if start < NEW_TOKENS])
-    theirs = ask_vllm(
-        tmp_path,
-        target=str(folder),
-        speculative={"method": family.method, "model": str(tmp_path / "head"), "num_speculative_tokens": K},
-        prompts=[prompt.ids for prompt in prompts],
-        new_tokens=NEW_TOKENS,
-        rows=ROWS,
-        context=512,
-        options={"trust_remote_code": True} if family.method == "mtp" else {},
-    )
-    differing = []
-    for i, prompt in enumerate(prompts):
-        place = first_difference(texts[i], theirs["tokens"][i])
-        if place is not None:
-            request = Request(prompt.ids, NEW_TOKENS, ignore_eos=True)
-            (mismatches,) = find_mismatches(target, [(request, theirs["tokens"][i])])
-            (margin,) = top_two_margins(target, [(request, texts[i][:place])])
-            near = all(mismatch.is_within(FAR) for mismatch in mismatches)
-            differing.append({"prompt": prompt.id, "position": place, "top_two_margin": margin, "near_tie": near})
-    same = [i for i in range(len(prompts)) if texts[i] == theirs["tokens"][i]]
-    counts = {
-        who: [sum(count > k for i in same for count in rounds[i]) for k in range(K)]
-        for who, rounds in (("vllm", theirs["accepted"]), ("draftsmith", accepted))
-    }
+    job: dict[str, Any] = {"target": str(folder), "new_tokens": NEW_TOKENS, "rows": ROWS, "context": 512}
+    job["speculative"] = {"method": family.method, "model": str(tmp_path / "head"), "num_speculative_tokens": K}
+    options = {"trust_remote_code": True} if family.method == "mtp" else {}
+    theirs = ask_vllm(tmp_path, prompts=[prompt.ids for prompt in prompts], options=options, **job)
+    differing, same = [], []
+    for i, (prompt, ours, tokens) in enumerate(zip(prompts, texts, theirs["tokens"], strict=True)):
+        if (place := first_difference(ours, tokens)) is None:
+            same.append(i)
+            continue
+        request = Request(prompt.ids, NEW_TOKENS, ignore_eos=True)
+        (mismatches,) = find_mismatches(target, [(request, tokens)])
+        (margin,) = top_two_margins(target, [(request, ours[:place])])
+        near = all(mismatch.is_within(FAR) for mismatch in mismatches)
+        differing.append({"prompt": prompt.id, "position": place, "top_two_margin": margin, "near_tie": near})
+    rounds = {"vllm": theirs["accepted"], "draftsmith": accepted}
+    counts = {who: [sum(n > k for i in same for n in found[i]) for k in range(K)] for who, found in rounds.items()}
+    named = {"name": "quickstart as a MiMo" if family.method == "mtp" else "quickstart"}
     row = {
-        "family": name,
-        "head": family.head,
-        "target": target_facts(target).model_dump()
-        | {"name": "quickstart as a MiMo" if family.method == "mtp" else "quickstart"},
-        "depth": K,
-        "prompts": len(prompts),
-        "identical": len(same),
-        "differing": differing,
-        "rounds": {
-            "vllm": sum(len(theirs["accepted"][i]) for i in same),
-            "draftsmith": sum(len(accepted[i]) for i in same),
-        },
+        **{"family": name, "head": family.head, "target": target_facts(target).model_dump() | named, "depth": K},
+        **{"prompts": len(prompts), "identical": len(same), "differing": differing},
+        "rounds": {who: sum(len(found[i]) for i in same) for who, found in rounds.items()},
         "accepted_by_position": counts,
     }
-    shared = {
-        "prompts": HELD_OUT_SUITE,
-        "prompts_hash": prompts_hash(prompts),
-        "max_new_tokens": NEW_TOKENS,
-        "batch_size": ROWS,
-    }
+    shared: dict[str, Any] = {"prompts": HELD_OUT_SUITE, "prompts_hash": prompts_hash(prompts)}
+    shared |= {"max_new_tokens": NEW_TOKENS, "batch_size": ROWS}
     add_to_record(row, engine=theirs["versions"], **shared)
     assert theirs["counters"] == [sum(count > k for rounds in theirs["accepted"] for count in rounds) for k in range(K)]
     assert all(difference["near_tie"] for difference in differing), differing

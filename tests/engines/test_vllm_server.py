@@ -13,6 +13,7 @@ from heads.targets.layer_placement import drop_layers
 from heads.targets.load import load_target
 from scripts import regenerate
 from tests.engines.vllm_process import NEEDS_VLLM, TARGET, vllm_server
+from tests.support.annotations import Patch
 from tests.support.packed_rows import packed_rows
 from tests.support.runs import forget_accelerator, lines, train
 from train.features.feature_settings import VllmFeatures
@@ -25,7 +26,7 @@ LAYERS = (2, 10, 17)
 
 
 @pytest.fixture
-def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def recipe(tmp_path: Path, monkeypatch: Patch) -> Path:
     """A recipe of a few steps, with answers that are stored for this test alone."""
     monkeypatch.setenv("DRAFTSMITH_DATA_CACHE", str(tmp_path / "cache"))
     forget_accelerator()
@@ -35,14 +36,10 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "head": {"kind": "eagle3", "depth": 3, "intermediate_size": 192, "draft_vocab_size": 2048},
         "data": {"context_length": 128, "sources": [{"kind": "python", "limit": 20}]},
         "train": dict(max_steps=20, batch_size=2, lr=1e-3, precision="fp32", checkpoint_every=20),
-        "eval": {
-            "prompts": "python-heldout",
-            "num_prompts": 2,
-            "max_prompt_tokens": 64,
-            "max_new_tokens": 16,
-            "tree": "chain:3",
-        },
-    }
+        "eval": dict(
+            prompts="python-heldout", num_prompts=2, max_prompt_tokens=64, max_new_tokens=16, tree="chain:3"
+        ),
+    }  # fmt: skip
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(settings))
     return tmp_path / "recipe.yaml"
 
@@ -53,14 +50,11 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("server")
     streams = {"eagle_aux_hidden_state_layer_ids": [*LAYERS, 20]}
     extract: dict[str, Any] = {"method": "extract_hidden_states", "num_speculative_tokens": 1}
-    connector = {
-        "kv_connector": "HiddenStatesConnector",
-        "kv_connector_module_path": "hidden_states_connector",
-        "kv_role": "kv_producer",
-        "kv_connector_extra_config": {"shared_storage_path": str(folder / "states")},
-    }
+    connector = {"kv_connector": "HiddenStatesConnector", "kv_connector_module_path": "hidden_states_connector"}
+    states = {"shared_storage_path": str(folder / "states")}
+    given = connector | {"kv_role": "kv_producer", "kv_connector_extra_config": states}
     options = ["--speculative-config", json.dumps(extract | {"draft_model_config": {"hf_config": streams}})]
-    options += ["--kv-transfer-config", json.dumps(connector), "--no-enable-prefix-caching"]
+    options += ["--kv-transfer-config", json.dumps(given), "--no-enable-prefix-caching"]
     with vllm_server(folder, *options) as url:
         yield url
 
@@ -91,9 +85,7 @@ def test_states_of_a_whole_vllm_are_the_targets_and_train_a_head(recipe: Path, u
     assert served == pytest.approx(alone, rel=1e-3)
 
 
-def test_answers_of_a_whole_vllm_are_the_targets_and_train_a_head(
-    recipe: Path, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_its_answers_are_the_targets_and_train(recipe: Path, url: str, tmp_path: Path, monkeypatch: Patch) -> None:
     asked, server = "data.regenerate={prompts: 32, prompt_tokens: 64, new_tokens: 32}", f"{{url: {url}}}"
     answers: list[list[str]] = []
     for place in ("{engine: vllm}", "null", server):

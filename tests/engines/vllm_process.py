@@ -16,10 +16,7 @@ import pytest
 from eval.servers.engine_process import engine_python, run_job, variables
 
 PYTHON = engine_python("vllm")
-NEEDS_VLLM = [
-    pytest.mark.engine,
-    pytest.mark.skipif(PYTHON is None, reason="no environment with vLLM (scripts/make_engine.sh vllm)"),
-]
+NEEDS_VLLM = [pytest.mark.engine, pytest.mark.skipif(PYTHON is None, reason="see scripts/make_engine.sh vllm")]
 HERE = Path(__file__).parent
 TARGET = HERE.parents[1] / "recipes/quickstart/target"
 SECONDS = 600
@@ -32,16 +29,20 @@ def ask_vllm(folder: Path, **job: Any) -> dict[str, Any]:
     return run_job(PYTHON, "vllm_answers.py", job, what="vLLM", folder=folder)
 
 
+def free_port() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
+
+
 @contextmanager
 def vllm_server(folder: Path, *options: str, target: str = str(TARGET)) -> Iterator[str]:
     """Serve a target for a `with` block, and give the address."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     # As `vllm serve`, which asks for the version of a package that the build for CPUs calls otherwise.
     command = [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", target]
     command += ["--dtype", "float32", "--enforce-eager", "--distributed-executor-backend", "uni"]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", "512", "--max-num-seqs", "8", *options]
+    command += ["--host", "127.0.0.1", "--port", port, "--max-model-len", "512", "--max-num-seqs", "8", *options]
     with serving(command, f"http://127.0.0.1:{port}", folder) as url:
         yield url
 

@@ -7,6 +7,7 @@ import pytest
 
 from eval import bench
 from eval.core.command_line import exit_status
+from tests.support.annotations import Capture
 from tests.support.published_heads import DEEPSPEC, RAW, dspark, eagle3, medusa, write
 
 
@@ -15,9 +16,7 @@ def run(*arguments: str) -> int:
 
 
 @pytest.mark.usefixtures("without_charts")
-def test_published_heads_are_measured_on_the_target_that_is_named(
-    tiny_target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_published_heads_are_measured_on_a_named_target(tiny_target_dir: Path, tmp_path: Path, capsys: Capture) -> None:
     ids = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 5]}}
     raw = write(tmp_path / "raw", RAW | ids, eagle3().to_checkpoint())
     pickled = write(tmp_path / "pickled", {"medusa_num_heads": 3}, medusa().to_checkpoint(), "medusa_lm_head.pt")

@@ -19,14 +19,16 @@ from eval.chat import Conversation, interruptible
 from eval.core.command_line import exit_status
 from eval.data.prompts import render
 from eval.measure.open_models import Opened
-from eval.runtime.engine import Engine, EngineOptions, Output, Request
+from eval.runtime.engine import Request
 from eval.runtime.request import Detokenizer
 from eval.runtime.sampling_params import Sampling
-from heads.core.errors import UserError
 from heads.core.tree import parse_shape
 from heads.targets.frozen_target import FrozenTarget
 from heads.targets.target_files import load_tokenizer
 from tests.conftest import CHAT_TEMPLATE
+from tests.support.annotations import Capture, Patch
+from tests.support.refusals import refused
+from tests.support.small_targets import open_engine
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = "def main(x):"
@@ -37,12 +39,6 @@ def opened(pair_head: Any, tiny_target: FrozenTarget, tiny_tokenizer: PreTrained
     return Opened(pair_head, tiny_target, tiny_tokenizer)
 
 
-def plainly(opened: Opened, prompt: str, max_new_tokens: int, sampling: Sampling) -> Output:
-    _, ids = render([{"role": "user", "content": prompt}], opened.tokenizer)
-    engine = Engine(opened.target, None, EngineOptions(max_length=len(ids) + max_new_tokens + 1))
-    return engine.generate([Request(ids, max_new_tokens, sampling)])[0]
-
-
 def terminal(**options: Any) -> Console:
     return Console(file=io.StringIO(), force_terminal=True, color_system="standard", width=60, **options)
 
@@ -51,18 +47,23 @@ def conversation(opened: Opened, length: int, console: Console | None = None, **
     return Conversation(opened, parse_shape("chain:3"), Sampling(**sampling), length, console or Console())
 
 
+def decoded(opened: Opened, ids: Sequence[int], new_tokens: int, **sampling: Any) -> list[int]:
+    """Plain decoding's tokens."""
+    engine = open_engine(opened.target, None, max_length=len(ids) + new_tokens + 1)
+    return engine.generate([Request(ids, new_tokens, Sampling(**sampling))])[0].tokens
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_an_answer_is_plain_decodings_text(
-    opened: Opened, temperature: float, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_answer_is_plain_decodings_text(opened: Opened, temperature: float, capsys: Capture) -> None:
     """Its tokens are marked as the output says, also if its last round is cut on a draft token."""
-    plain = plainly(opened, PROMPT, 40, Sampling(temperature=temperature, top_k=9, seed=5))
+    _, ids = render([{"role": "user", "content": PROMPT}], opened.tokenizer)
+    plain = decoded(opened, ids, 40, temperature=temperature, top_k=9, seed=5)
     capsys.readouterr()
     talk = conversation(opened, 40, temperature=temperature, top_k=9, seed=5)
     output, said = talk.answer(PROMPT), capsys.readouterr()
-    text = str(opened.tokenizer.decode(plain.tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
-    assert output.tokens == plain.tokens and said.out.rstrip("\n") == text.rstrip("\n") and text
-    assert said.err.startswith(f"{len(plain.tokens)} tokens, tau ") and "tokens/s" in said.err
+    text = str(opened.tokenizer.decode(plain, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+    assert output.tokens == plain and said.out.rstrip("\n") == text.rstrip("\n") and text
+    assert said.err.startswith(f"{len(plain)} tokens, tau ") and "tokens/s" in said.err
     drafted_last = 0
     for talk.max_new_tokens in range(1, 24):
         talk.messages.clear()
@@ -72,13 +73,11 @@ def test_an_answer_is_plain_decodings_text(
 
 
 def test_a_terminal_shows_drafts_in_colour_and_the_figures_below(opened: Opened) -> None:
-    console = terminal()
-    output = conversation(opened, 30, console).answer(PROMPT)
-    shown = console.file.getvalue()  # type: ignore[attr-defined]
-    assert any(output.drafted()) and "\x1b[32m" in shown and "tokens/s" in shown
-    console = terminal(no_color=True)
-    conversation(opened, 30, console).answer(PROMPT)
-    assert "\x1b[32m" not in console.file.getvalue()  # type: ignore[attr-defined]
+    for no_color in (False, True):
+        console = terminal(no_color=no_color)
+        output = conversation(opened, 30, console).answer(PROMPT)
+        shown = console.file.getvalue()  # type: ignore[attr-defined]
+        assert any(output.drafted()) and "tokens/s" in shown and ("\x1b[32m" in shown) != no_color
 
 
 def test_what_a_terminal_would_obey_is_not_written_to_it(opened: Opened) -> None:
@@ -89,7 +88,7 @@ def test_what_a_terminal_would_obey_is_not_written_to_it(opened: Opened) -> None
     assert "title" in shown and "\x1b]" not in written and "\x9b" not in written and "\x07" not in shown
 
 
-def test_a_conversation_is_rendered_anew_each_turn(opened: Opened, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_conversation_is_rendered_anew_each_turn(opened: Opened, capsys: Capture) -> None:
     """By a template that drops the reasoning of earlier answers. A turn without room is refused and not remembered."""
     tokenizer = copy.copy(opened.tokenizer)
     tokenizer.chat_template = CHAT_TEMPLATE.replace("message['content']", "message['content'].split('</think>')[-1]")
@@ -100,14 +99,12 @@ def test_a_conversation_is_rendered_anew_each_turn(opened: Opened, capsys: pytes
     second = talk.answer("and then?")
     text = f"<s><|system|>be calm<|user|>{PROMPT}<|assistant|>{first}</s><|user|>and then?<|assistant|>"
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    engine = Engine(opened.target, None, EngineOptions(max_length=len(ids) + 13))
-    assert second.tokens == engine.generate([Request(ids, 12)])[0].tokens
-    with pytest.raises(UserError, match=r"this prompt has \d+ tokens; expected 1 to \d+"):
-        talk.answer("x " * 600)
+    assert second.tokens == decoded(opened, ids, 12)
+    assert re.search(r"this prompt has \d+ tokens; expected 1 to \d+", refused(talk.answer, "x " * 600))
     assert [message["role"] for message in talk.messages] == ["system", *["user", "assistant"] * 2]
 
 
-def test_ctrl_c_ends_the_answer_after_the_round(opened: Opened, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_ends_the_answer_after_the_round(opened: Opened, capsys: Capture) -> None:
     talk = conversation(opened, 40)
     whole = talk.answer(PROMPT)
     asked = iter([False, False, True])
@@ -134,7 +131,7 @@ def test_pieces_are_whole_characters() -> None:
     assert detokenizer.flush() == tokenizer.decode(half) != ""
 
 
-def the_lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
+def the_lines(capsys: Capture) -> list[str]:
     """Return what was said on standard error, without how long things take and how the target computes."""
     return [line for line in capsys.readouterr().err.splitlines() if not re.search("decodes in| so far$", line)]
 
@@ -143,9 +140,7 @@ def call(words: Sequence[object]) -> int:
     return exit_status(lambda: module.main([str(word) for word in words]))
 
 
-def test_lines_are_answered_one_by_one_until_the_input_ends(
-    tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_lines_are_answered_until_the_input_ends(tiny_target_dir: Path, monkeypatch: Patch, capsys: Capture) -> None:
     """An empty one among them, and two for which there is no room until the conversation is reset."""
     long = b"x " * 180
     given = b"\n".join([b"one", b"", long, long, long, b"/reset", long])
@@ -159,8 +154,8 @@ def test_lines_are_answered_one_by_one_until_the_input_ends(
     assert the_lines(capsys)[0].endswith("(plain decoding is not compared: something else uses this machine)")
 
 
-def test_what_cannot_be_answered_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    refused: list[tuple[list[object], str]] = [
+def test_what_cannot_be_answered_is_refused_in_one_line(capsys: Capture) -> None:
+    commands: list[tuple[list[object], str]] = [
         (["lookup:2", "--prompt", "x"], "give --target"),
         (["--prompt", "x"], "head"),
         (["lookup:2", "--tree", "none"], "--tree"),
@@ -169,7 +164,7 @@ def test_what_cannot_be_answered_is_refused_in_one_line(capsys: pytest.CaptureFi
         (["no-such-folder", "--prompt", "x"], "no-such-folder"),
         (["lookup:2", "--target", ROOT / "recipes/quickstart/target", "--system", "x"], "has no chat template"),
     ]
-    for words, said in refused:
+    for words, said in commands:
         assert call(words) == 2
         (line,) = the_lines(capsys)
         assert line.startswith("error: ") and said in line

@@ -11,16 +11,13 @@ import yaml
 from eval import bench, sweep
 from eval.core.command_line import exit_status
 from eval.sweep import Sweep, bench_arguments
+from tests.support.annotations import Capture, Patch
 from tests.support.wandb_file import identity
 
 ROOT = Path(__file__).resolve().parents[2]
 SWEEPS = sorted((ROOT / "recipes/sweeps").glob("*.yaml"))
-GOOD: dict[str, Any] = {
-    "program": "eval/bench.py",
-    "method": "grid",
-    "metric": {"name": "tau", "goal": "maximize"},
-    "parameters": {"head": {"value": "lookup:2"}, "tree": {"values": ["chain:1", "chain:3"]}},
-}
+GOOD: dict[str, Any] = {"program": "eval/bench.py", "method": "grid", "metric": {"name": "tau", "goal": "maximize"}}
+GOOD["parameters"] = {"head": {"value": "lookup:2"}, "tree": {"values": ["chain:1", "chain:3"]}}
 
 
 def write(folder: Path, **changes: Any) -> Path:
@@ -35,16 +32,12 @@ def run(*words: object) -> int:
 
 @pytest.mark.usefixtures("without_charts")
 def test_a_grid_is_measured_sorted_and_resumed(
-    tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tiny_target_dir: Path, tmp_path: Path, monkeypatch: Patch, capsys: Capture
 ) -> None:
     (tmp_path / "prompts.jsonl").write_text('{"text": "x = 1, x = 1, x"}\n')
-    parameters = {
-        **GOOD["parameters"],
-        "target": {"value": str(tiny_target_dir)},
-        "prompts": {"value": str(tmp_path / "prompts.jsonl")},
-        "max_new_tokens": {"values": [24, 100_000]},  # the second has no room in the target's context
-        "repeats": {"value": 1},
-    }
+    values = {"target": str(tiny_target_dir), "prompts": str(tmp_path / "prompts.jsonl"), "repeats": 1}
+    parameters = GOOD["parameters"] | {name: {"value": value} for name, value in values.items()}
+    parameters["max_new_tokens"] = {"values": [24, 100_000]}  # the second has no room in the target's context
     calls: list[list[str]] = []
     main = bench.main
     monkeypatch.setattr(bench, "main", lambda arguments: calls.append(arguments) or main(arguments))  # type: ignore[func-returns-value]
@@ -75,7 +68,7 @@ def test_a_grid_is_measured_sorted_and_resumed(
 
 
 def test_an_output_that_is_not_the_targets_own_is_given_by_the_status(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failed_results: dict[str, Any]
+    tmp_path: Path, monkeypatch: Patch, failed_results: Any
 ) -> None:
     def fail(arguments: list[str]) -> int:
         (out,) = (Path(word.removeprefix("--out=")) for word in arguments if word.startswith("--out="))
@@ -98,9 +91,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_a_wrong_file_is_refused_in_one_line_before_anything_runs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_file_is_refused_in_one_line_before_anything_runs(tmp_path: Path, capsys: Capture) -> None:
     for changes, words in REFUSED:
         assert run(write(tmp_path, **changes), "--out", tmp_path / "out") == 2, changes
         error = capsys.readouterr().err
@@ -126,16 +117,13 @@ def test_the_sweeps_that_come_with_it_are_run_by_wandb_as_by_us(path: Path) -> N
 
 
 @pytest.mark.slow
-def test_a_setting_becomes_a_wandb_run_on_disk(
-    tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("WANDB_PROJECT", "WANDB_NAME", "WANDB_RUN_GROUP"):  # the sweep sets them
-        monkeypatch.setenv(name, "")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "staged"))
+def test_a_setting_becomes_a_wandb_run_on_disk(tiny_target_dir: Path, tmp_path: Path, monkeypatch: Patch) -> None:
+    empty = dict.fromkeys(("WANDB_PROJECT", "WANDB_NAME", "WANDB_RUN_GROUP"), "")  # the sweep sets them
+    for name, value in (empty | {"WANDB_MODE": "offline", "WANDB_DATA_DIR": str(tmp_path / "staged")}).items():
+        monkeypatch.setenv(name, value)
     (tmp_path / "prompts.jsonl").write_text('{"text": "x = 1, x = 1, x"}\n')
-    values = {"head": "lookup:2", "target": str(tiny_target_dir), "prompts": str(tmp_path / "prompts.jsonl")}
-    values |= {"repeats": "1"}
+    prompts = str(tmp_path / "prompts.jsonl")
+    values = {"head": "lookup:2", "target": str(tiny_target_dir), "prompts": prompts, "repeats": 1}
     parameters = {"tree": {"values": ["chain:2"]}} | {name: {"value": value} for name, value in values.items()}
     assert run(write(tmp_path, parameters=parameters), "--out", tmp_path / "out", "--wandb", "offline") == 0
     (record,) = tmp_path.glob("out/*/wandb/offline-run-*")

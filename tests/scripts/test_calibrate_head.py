@@ -7,14 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from eval.runtime.engine import Engine, EngineOptions, Request
-from heads.core.tree import Proposal, parse_shape
-from heads.registry import build_head
+from eval.runtime.engine import Request
+from heads.core.tree import Proposal
 from heads.saved import save_head, target_record
 from heads.targets.frozen_target import FrozenTarget
 from heads.targets.load import load_target
 from scripts.calibrate_head import calibration_error, fit_temperatures, main, record_confidence
+from tests.support.annotations import Capture, Patch
 from tests.support.refusals import refused
+from tests.support.small_targets import make_drafter, open_engine
 
 SETTINGS: dict[str, Any] = {"block_size": 4, "num_layers": 2, "markov_rank": 6}
 
@@ -34,8 +35,7 @@ def words(tmp_path: Path) -> list[str]:
 
 
 def save(folder: Path, target: FrozenTarget, **changes: Any) -> None:
-    head = build_head("dspark", SETTINGS | changes, target, torch.arange(target.vocab_size))
-    save_head(head, folder, target=target_record(target))
+    save_head(make_drafter("dspark", target, **SETTINGS | changes), folder, target=target_record(target))
 
 
 def test_the_calibration_error_is_that_of_fifteen_bins() -> None:
@@ -55,11 +55,10 @@ def test_temperatures_that_outcomes_were_drawn_with_are_found() -> None:
     assert max(fitted["ece_after"]) < 0.01 and min(fitted["ece_before"]) > 0.02
 
 
-def test_the_rounds_that_are_recorded_are_the_runtime_s(target: FrozenTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rounds_that_are_recorded_are_the_runtime_s(target: FrozenTarget, monkeypatch: Patch) -> None:
     """Of a head that is given the first tokens of some drafts."""
-    head: Any = build_head("dspark", SETTINGS, target, torch.arange(target.vocab_size))
-    request = Request([5, 9, 17], 24)
-    plain = Engine(target, None, EngineOptions(max_length=64)).generate([request])[0].tokens
+    head, request = make_drafter("dspark", target, **SETTINGS), Request([5, 9, 17], 24)
+    plain = open_engine(target, None, max_length=64).generate([request])[0].tokens
     text, propose = torch.tensor([*request.prompt, *plain]), head.propose
 
     def partly_right(state: Any, pick: Any) -> Proposal:
@@ -69,7 +68,7 @@ def test_the_rounds_that_are_recorded_are_the_runtime_s(target: FrozenTarget, mo
         return proposal  # type: ignore[no-any-return]
 
     monkeypatch.setattr(head, "propose", partly_right)
-    engine = Engine(target, head, EngineOptions(shape=parse_shape("chain:4"), max_length=64))
+    engine = open_engine(target, head, "chain:4", max_length=64)
     logits, accepted = record_confidence(engine, [request, request])
     first, second = engine.generate([request, request])
     assert logits.shape == (first.rounds + second.rounds, 4) and {*first.accepted} >= {0, 1, 2, 3}
@@ -77,9 +76,7 @@ def test_the_rounds_that_are_recorded_are_the_runtime_s(target: FrozenTarget, mo
         assert part[:-1].tolist() == output.accepted[:-1]  # the output may end within the last round
 
 
-def test_the_file_is_as_sglang_reads_it(
-    words: list[str], target: FrozenTarget, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_file_is_sglangs(words: list[str], target: FrozenTarget, tmp_path: Path, capsys: Capture) -> None:
     save(tmp_path / "head", target)
     assert main([*words, "--depth", "3"]) == 0
     made = json.loads((tmp_path / "sts.json").read_text())
@@ -93,10 +90,7 @@ def test_the_file_is_as_sglang_reads_it(
 
 @pytest.mark.parametrize(
     ("settings", "options", "named"),
-    [
-        ({"confidence_weight": 0}, "", "expected a DSpark head with a confidence head"),
-        ({}, "--max-new-tokens 1", "nothing was drafted"),
-    ],
+    [({"confidence_weight": 0}, "", "with a confidence head"), ({}, "--max-new-tokens 1", "nothing was drafted")],
 )
 def test_what_is_refused(
     settings: dict[str, Any], options: str, named: str, words: list[str], target: FrozenTarget, tmp_path: Path

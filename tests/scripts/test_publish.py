@@ -15,7 +15,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 import yaml
 from huggingface_hub import CommitOperationAdd, ModelCard, ModelCardData
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
@@ -32,17 +31,20 @@ from eval.pages.publication import collect
 from eval.pages.run_report import save_and_print
 from eval.records.measure_settings import BenchSettings, to_settings
 from eval.records.results import as_record, read_results, write_record
-from heads.registry import build_head
 from heads.saved import load_head, read_config, save_head, target_record
 from heads.targets.load import load_target
 from heads.targets.target_files import load_tokenizer
 from scripts import publish
+from tests.support.annotations import Capture, Patch
 from tests.support.measurements import measurement
 from tests.support.native_mtp import change_config, write_native
+from tests.support.runs import same
+from tests.support.small_targets import make_drafter
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "hf_" + "s3cret" * 5
 REPO = "ann/a-head"
+Refused = Callable[..., str]
 
 
 class StandInHub:
@@ -113,15 +115,11 @@ def measured(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path) ->
     """A run as training leaves it: head, results, report, and checkpoints; its data lay in a user's home."""
     run = tmp_path_factory.mktemp("runs") / "run"
     target, tokenizer = load_target(str(tiny_target_dir)), load_tokenizer(str(tiny_target_dir))
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        head = build_head("eagle3", {}, target, torch.ones(target.vocab_size))
+    head = make_drafter("eagle3", target, aux_layer_ids=[2, 4, 5])
     home = os.path.expanduser("~")
-    provenance = {
-        "command": ["eagle.py", f"{home}/recipes/mine.yaml"],
-        "target": {"path": target.name},
-        "data": {"sources": [{"kind": "chat", "path": f"{home}/secret/chats.jsonl"}, {"path": "org/chats"}]},
-    }
+    sources = [{"kind": "chat", "path": f"{home}/secret/chats.jsonl"}, {"path": "org/chats"}]
+    provenance: dict[str, Any] = {"command": ["eagle.py", f"{home}/recipes/mine.yaml"], "data": {"sources": sources}}
+    provenance["target"] = {"path": target.name}
     save_head(head, run / "head", target=target_record(target), provenance=provenance)
     (run / "checkpoints/step-1").mkdir(parents=True)
     (run / "checkpoints/step-1/optimizer.safetensors").write_bytes(b"states")
@@ -141,7 +139,7 @@ def run(measured: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandInHub:
+def hub(tmp_path: Path, monkeypatch: Patch) -> StandInHub:
     hub = StandInHub(tmp_path / "hub")
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.setattr(upload, "HfApi", lambda token: hub if token == TOKEN else None)
@@ -153,7 +151,7 @@ def call(*words: object) -> int:
 
 
 @pytest.fixture
-def refused(hub: StandInHub, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+def refused(hub: StandInHub, capsys: Capture) -> Refused:
     """Runs a command that must be refused in one line, without the token, and with nothing published; the line."""
 
     def run(*words: object) -> str:
@@ -168,18 +166,13 @@ def refused(hub: StandInHub, capsys: pytest.CaptureFixture[str]) -> Callable[...
     return run
 
 
-def front_matter(card: bytes) -> dict[str, Any]:
-    found = yaml.safe_load(card.decode().split("---")[1])
-    assert isinstance(found, dict)
-    return found
+def front_matter(card: bytes) -> Any:
+    return yaml.safe_load(card.decode().split("---")[1])
 
 
 @pytest.mark.slow
-def test_what_is_published_loads_and_is_measured_by_its_hub_id(
-    run: Path, hub: StandInHub, tiny_target_dir: Path, tmp_path: Path
-) -> None:
-    assert call(run, REPO, "--license", "apache-2.0") == 0
-    assert len(hub.commits) == 1
+def test_what_is_published_is_measured_by_its_id(run: Path, hub: StandInHub, tiny_target_dir: Path) -> None:
+    assert call(run, REPO, "--license", "apache-2.0") == 0 and len(hub.commits) == 1
     held = hub.repos[REPO]
     files = {"config.json", "model.safetensors", "README.md", "plots/acceptance.png", "results.json", "recipe.yaml"}
     assert held.keys() == {".gitattributes", "acceptance.json", *files}
@@ -190,18 +183,12 @@ def test_what_is_published_loads_and_is_measured_by_its_hub_id(
     assert figures.pop("tau") == round(results["tau"]["mean"], 3)
     assert not figures or figures == {"speedup": round(results["speedup"]["measured"], 3)}  # none of a busy machine
     assert matter.pop("model-index")[0]["name"] == "a-head"
-    assert matter == {
-        "datasets": ["org/chats"],
-        "library_name": "draftsmith",
-        "license": "apache-2.0",
-        "pipeline_tag": "text-generation",
-        "tags": ["speculative-decoding", "eagle3"],
-    }
+    named = {"library_name": "draftsmith", "license": "apache-2.0", "pipeline_tag": "text-generation"}
+    assert matter == named | {"datasets": ["org/chats"], "tags": ["speculative-decoding", "eagle3"]}
     snapshot = hub.cache / "models--ann--a-head/snapshots" / hub.commits[0]
-    ours, theirs = load_head(run / "head").state_dict(), load_head(snapshot).state_dict()
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert same(load_head(run / "head").state_dict(), load_head(snapshot).state_dict())
     words = [REPO, "--tree", "chain:2", "--repeats", "1", "--max-new-tokens", "8"]
-    words += ["--prompts", str(run.parent / "prompts.jsonl"), "--out", str(tmp_path / "out")]
+    words += ["--prompts", str(run.parent / "prompts.jsonl"), "--out", str(run / "out")]
     (run.parent / "prompts.jsonl").write_text('{"text": "import os"}\n')
     measure = (
         "import json, sys; from eval import bench; from eval.core.command_line import exit_status\n"
@@ -238,9 +225,8 @@ def test_a_head_measured_at_several_loads_is_served_by_load(run: Path) -> None:
 
 def test_the_card_says_what_it_is_how_to_serve_it_and_what_it_was_trained_on(run: Path, hub: StandInHub) -> None:
     """And nothing that goes out names a path of this machine."""
-    (run / "recipe.yaml").write_text(
-        yaml.safe_dump({"output_dir": str(run), "target": {"path": "/x/target"}, "train": {"lr": 0.01, "max_steps": 9}})
-    )
+    recipe = {"output_dir": str(run), "target": {"path": "/x/target"}, "train": {"lr": 0.01, "max_steps": 9}}
+    (run / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     (run / "metrics.jsonl").write_text('{"kind": "train", "step": 9, "tokens": 12345}\n')
     hub.cards["org/the-target"] = ModelCardData(license="other", license_name="llama3.1", license_link="LICENSE")
     assert call(run, REPO, "--base-model", "org/the-target") == 0
@@ -248,9 +234,8 @@ def test_the_card_says_what_it_is_how_to_serve_it_and_what_it_was_trained_on(run
     card = held["README.md"].decode()
     first, table, *_ = card[card.index("# eagle3 on") :].split("\n\n")[1:]
     assert re.match(r"A draft head \(`eagle3`, [\d,]+ parameters\) for `org/the-target`: tau \d\.\d\d", first)
-    assert (
-        table.splitlines()[2].startswith("| tau, tokens per target pass | ") and card.count('"method": "eagle3"') == 1
-    )
+    assert table.splitlines()[2].startswith("| tau, tokens per target pass | ")
+    assert card.count('"method": "eagle3"') == 1
     trained = card[card.index("## Trained on") : card.index("## Measured with")].replace("\\", "")
     for part in ("chats.jsonl (chat)", "org/chats", "lr 0.01", "max_steps 9", "12,345 tokens", "depth 7"):
         assert part in trained, part
@@ -286,8 +271,7 @@ def test_modules_go_out_with_their_targets_own_config_and_where_its_code_is(tmp_
     write_native(tmp_path / "target", "mimo")
     change_config(tmp_path / "target", auto_map={"AutoConfig": "configuration_mimo.MiMoConfig"})
     target = load_target(str(tmp_path / "target"))
-    head = build_head("mtp", {"native": True}, target, torch.ones(target.vocab_size))
-    save_head(head, tmp_path / "run/head", target=target_record(target))
+    save_head(make_drafter("mtp", target, native=True), tmp_path / "run/head", target=target_record(target))
     beside = json.loads((tmp_path / "run/head/config.json").read_text())["auto_map"]
     assert beside == {"AutoConfig": f"{tmp_path}/target--configuration_mimo.MiMoConfig"}  # not in the head's folder
     publication = collect(tmp_path / "run", REPO, base_model="org/mimo", unmeasured=True)
@@ -300,9 +284,7 @@ def test_modules_go_out_with_their_targets_own_config_and_where_its_code_is(tmp_
     assert publication.card.count("org/mimo --trust-remote-code") == 1
 
 
-def test_what_an_engine_would_misread_is_published_at_request_alone(
-    run: Path, hub: StandInHub, refused: Callable[..., str]
-) -> None:
+def test_what_an_engine_would_misread_goes_out_at_request(run: Path, hub: StandInHub, refused: Refused) -> None:
     change_config(run / "head", rope_scaling={"rope_type": "yarn", "attention_factor": 1.5})
     error = refused(run, REPO)
     assert "rope_scaling.attention_factor" in error and "--unserved" in error
@@ -319,21 +301,15 @@ def test_what_an_engine_would_misread_is_published_at_request_alone(
     ],
 )
 def test_a_gguf_file_is_made_only_of_a_head_that_llama_cpp_serves(
-    settings: dict[str, Any],
-    fault: str,
-    tiny_target_dir: Path,
-    tmp_path: Path,
-    refused: Callable[..., str],
-    monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, Any], fault: str, tiny_target_dir: Path, tmp_path: Path, refused: Refused, monkeypatch: Patch
 ) -> None:
     monkeypatch.setenv("DRAFTSMITH_LLAMACPP_PYTHON", str(tmp_path / "none"))
     target = load_target(str(tiny_target_dir))
-    head = build_head("eagle3", settings, target, torch.ones(target.vocab_size))
-    save_head(head, tmp_path / "run/head", target=target_record(target))
+    save_head(make_drafter("eagle3", target, **settings), tmp_path / "run/head", target=target_record(target))
     assert fault in refused(tmp_path / "run", REPO, "--unmeasured", "--gguf")
 
 
-def test_a_dry_run_lists_files_and_card_and_needs_no_hub(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_lists_files_and_card_and_needs_no_hub(run: Path, capsys: Capture) -> None:
     (run / "plots/acceptance.png").unlink()
     assert call(run, REPO, "--dry-run") == 0
     shown = capsys.readouterr().out
@@ -343,9 +319,7 @@ def test_a_dry_run_lists_files_and_card_and_needs_no_hub(run: Path, capsys: pyte
     assert "\nlicense: none, as a dry run does not look up the target's;" in shown and "No licence is stated" in shown
 
 
-def test_a_later_measurement_is_published_only_by_its_name(
-    run: Path, refused: Callable[..., str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_later_measurement_is_published_by_its_name_alone(run: Path, refused: Refused, capsys: Capture) -> None:
     later = run / "bench/later"
     later.mkdir(parents=True)
     results = json.loads((run / "results.json").read_text()) | {"measured_at": "2126-01-01T00:00:00.000+00:00"}
@@ -354,14 +328,12 @@ def test_a_later_measurement_is_published_only_by_its_name(
         assert call(run, REPO, "--dry-run", *words) == 0
         shown = capsys.readouterr().out
         assert f"\nfigures: {figures}\n" in shown and (f"not published: {later}; --results" in shown) == (not words)
-    assert report.find_results(run)[0] == run and report.find_results(later)[0] == later
+        assert report.find_results(figures)[0] == figures
     (run / "results.json").unlink()
     assert f"--results {later} names the newest" in refused(run, REPO)
 
 
-def test_a_head_without_results_is_published_as_unmeasured_only(
-    run: Path, hub: StandInHub, refused: Callable[..., str]
-) -> None:
+def test_a_head_without_results_is_published_as_unmeasured(run: Path, hub: StandInHub, refused: Refused) -> None:
     (run / "results.json").unlink()
     assert "never measured" in refused(run, REPO)
     assert call(run / "head", REPO, "--unmeasured", "--private") == 0
@@ -384,9 +356,8 @@ SPOILED: dict[str, Callable[[dict[str, Any]], None]] = {
 }
 
 
-def test_what_does_not_vouch_for_the_head_or_names_no_place_is_refused(
-    run: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_does_not_vouch_for_the_head_is_refused(run: Path, refused: Refused, monkeypatch: Patch) -> None:
+    """And what names no place on the Hub, or a path of this machine."""
     whole = json.loads((run / "results.json").read_text())
     for said, spoil in SPOILED.items():
         results = copy.deepcopy(whole)
@@ -412,16 +383,12 @@ FAULTS: dict[str, Exception] = {
 }
 
 
-def test_what_goes_wrong_between_is_one_line_without_the_token(
-    run: Path, hub: StandInHub, refused: Callable[..., str]
-) -> None:
+def test_a_fault_of_the_hub_is_one_line_without_the_token(run: Path, hub: StandInHub, refused: Refused) -> None:
     for said, hub.fault in FAULTS.items():
         assert said in refused(run, REPO)
 
 
-def test_anothers_repository_and_another_model_are_left_alone(
-    run: Path, hub: StandInHub, refused: Callable[..., str]
-) -> None:
+def test_anothers_repository_and_another_model_are_left_alone(run: Path, hub: StandInHub, refused: Refused) -> None:
     hub.repos[REPO] = {"config.json": b'{"model_type": "llama"}', "model.safetensors": b"8B"}
     hub.private[REPO] = False
     assert "holds another model" in refused(run, REPO)

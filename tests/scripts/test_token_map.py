@@ -17,7 +17,7 @@ from tests.support.runs import forget_accelerator, write_recipe
 
 
 @pytest.fixture
-def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without_charts: None) -> list[str]:
+def words(tmp_path: Path, without_charts: None) -> list[str]:
     """Arguments of the command for a target with one module, whose files are in the test's folder."""
     write_native(tmp_path / "target", "mimo")
     make_tiny_tokenizer().save_pretrained(tmp_path / "target")
@@ -54,10 +54,7 @@ def test_a_target_s_own_module_drafts_over_the_most_frequent_labels(words: list[
         ("head.kind=medusa", [], "head.kind: expected mtp"),
     ],
 )
-def test_what_is_refused(
-    option: str, held: Any, named: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    torch.save(held, "map.pt")
+def test_what_is_refused(option: str, held: Any, named: str, words: list[str], tmp_path: Path) -> None:
+    torch.save(held, tmp_path / "map.pt")
     native = ["head.native=null"] * option.startswith("head.kind")
-    assert named in refused(main, [*words, option, *native])
+    assert named in refused(main, [*words, option.replace("map.pt", str(tmp_path / "map.pt")), *native])

@@ -9,6 +9,7 @@ from eval.records.figures_schema import Measurement
 from eval.records.results import as_record, write_record
 from scripts import write_pages
 from scripts.write_pages import all_table, cost_table, first_table
+from tests.support.annotations import Patch
 from tests.support.measurements import measurement, results_of
 
 TIE: dict[str, Any] = dict.fromkeys(("suite", "prompt", "tree", "plain_text", "text"), "x")
@@ -32,14 +33,10 @@ def record(temperature: float, *, rule: str = "match", **changes: Any) -> dict[s
             **more,
         )
 
-    measured = [
-        figures(
-            depth,
-            9,
-            suites={"mt_bench/a": figures(depth, 0), "mt_bench": figures(depth, 1), "gsm8k_test": figures(depth, 3)},
-        )
-        for depth in (2, 4)
-    ]
+    measured = []
+    for depth in (2, 4):
+        suites = {name: figures(depth, tau) for name, tau in (("mt_bench/a", 0), ("mt_bench", 1), ("gsm8k_test", 3))}
+        measured.append(figures(depth, 9, suites=suites))
     exact = {"prompts": 12, "identical": 12, "near_ties": [TIE]}
     results = results_of(*measured, head={"budget_tokens": 7_000}, **{"exact": exact, **changes})
     results.settings.suites, results.settings.num_prompts = ["d/gsm8k_test.jsonl", "mt_bench"], 6
@@ -47,16 +44,11 @@ def record(temperature: float, *, rule: str = "match", **changes: Any) -> dict[s
 
 
 @pytest.fixture(autouse=True)
-def records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    server = {"name": "vLLM", "url": "", "model": "", "plain_url": None}
-    drawn = {"prompts": 12}
-    files = {
-        "eagle3": record(0),
-        "eagle3-large": record(0),
-        "eagle3.sampled": record(1),
-        "eagle3.ratio": record(1, rule="ratio", exact=drawn),
-        "eagle3.vllm": record(0, rule="server", server=server, exact=drawn),
-    }
+def records(tmp_path: Path, monkeypatch: Patch) -> None:
+    server, drawn = {"name": "vLLM", "url": "", "model": "", "plain_url": None}, {"prompts": 12}
+    files = {"eagle3": record(0), "eagle3-large": record(0), "eagle3.sampled": record(1)}
+    files["eagle3.ratio"] = record(1, rule="ratio", exact=drawn)
+    files["eagle3.vllm"] = record(0, rule="server", server=server, exact=drawn)
     for name, text in files.items():
         write_record(text, tmp_path / f"{name}.json")
     monkeypatch.setattr(write_pages, "RESULTS", tmp_path)
@@ -82,7 +74,5 @@ def test_the_whole_table_has_a_column_for_each_rule_and_server() -> None:
 
 
 def test_the_table_of_costs_has_a_row_for_each_draft() -> None:
-    assert cost_table("*.json").splitlines()[2:] == [
-        "| EAGLE-3 | chain:4 | 5.0k | 2.0 | 1.50 | 7.0k |",
-        "| EAGLE-3, large | chain:4 | 5.0k | 2.0 | 1.50 | 7.0k |",
-    ]
+    figures = "| chain:4 | 5.0k | 2.0 | 1.50 | 7.0k |"
+    assert cost_table("*.json").splitlines()[2:] == [f"| EAGLE-3 {figures}", f"| EAGLE-3, large {figures}"]

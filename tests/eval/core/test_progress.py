@@ -6,15 +6,14 @@ from itertools import pairwise
 import pytest
 
 from eval.core.progress import Progress
+from tests.support.annotations import Capture, Patch
 
 
-def said(capsys: pytest.CaptureFixture[str]) -> list[str]:
+def said(capsys: Capture) -> list[str]:
     return capsys.readouterr().err.splitlines()
 
 
-def test_figures_come_at_the_first_and_the_last_step_and_seldom_in_between(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_figures_come_at_the_first_and_the_last_step_and_seldom_in_between(capsys: Capture, monkeypatch: Patch) -> None:
     now = 1000.0
     monkeypatch.setattr("eval.core.progress.time.monotonic", lambda: now)
     with Progress("step", 1000, announced=True, cold=True) as steps:
@@ -31,9 +30,7 @@ def test_figures_come_at_the_first_and_the_last_step_and_seldom_in_between(
         assert 60 * int(minutes) + int(seconds) == pytest.approx(0.5 * (1000 - int(done.replace(",", ""))), abs=1)
 
 
-def test_an_estimate_does_not_jump_at_a_slow_unit_or_a_phase_within(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_estimate_does_not_jump_at_a_slow_unit_or_a_phase_within(capsys: Capture, monkeypatch: Patch) -> None:
     now = 1000.0
     monkeypatch.setattr("eval.core.progress.time.monotonic", lambda: now)
     ends = []
@@ -51,9 +48,7 @@ def test_an_estimate_does_not_jump_at_a_slow_unit_or_a_phase_within(
     assert max(abs(one - other) for one, other in pairwise(ends)) < 45
 
 
-def test_only_one_process_of_a_launch_speaks(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_one_process_of_a_launch_speaks(capsys: Capture, monkeypatch: Patch) -> None:
     monkeypatch.setenv("RANK", "1")
     with Progress("loading") as phase:
         phase.advance()

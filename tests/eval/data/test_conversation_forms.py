@@ -20,8 +20,16 @@ HERMES = f"<tool_call>{LOOK}</tool_call>"  # which stays text
 CALL = "look({'at': 'sea'})"
 CALLED = {"type": "function", "function": json.loads(LOOK)}
 NOTHING: list[Any] = ["", "[]", "null", []]
+PREFERRED: dict[str, Any] = {"input": {"messages": [U]}, "preferred_output": [A]}
+PAST: dict[str, Any] = {"system": "be", "history": [["hi", "ho"]]}
+SEEN = {"from": "observation", "value": "3"}
 FUNCTION = {"name": "look", "arguments": "{}"}
 TOOL = {"name": "look", "parameters": {}}
+
+
+def calls(text: str) -> dict[str, str]:
+    return {"from": "function_call", "value": text}
+
 
 CASES: dict[str, list[tuple[dict[str, Any], str, str]]] = {
     # OpenAI, TRL, SmolTalk, UltraChat's 200k
@@ -30,11 +38,7 @@ CASES: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"prompt": "hi", "prompt_id": "7", "messages": [U, A]}, TALK, "prompt prompt_id"),
         ({"messages": [{"role": "developer", "content": "be"}, U, A]}, f"system be, {TALK}", ""),
         ({"messages": [U, {**A, "content": None, "function_call": FUNCTION}]}, "user hi, assistant look({})", ""),
-        (
-            {"messages": [{**U, "content": ["hi,", {"type": "text", "text": " you"}]}, A]},
-            "user hi, you, assistant ho",
-            "",
-        ),
+        ({"messages": [{**U, "content": ["hi", {"type": "text", "text": ","}]}, A]}, "user hi,, assistant ho", ""),
         ({"prompt": "hi", "chosen": [U, A], "rejected": [U, U], "messages": [U, A]}, TALK, "rejected"),
         ({"messages": [{**U, "role": "Human"}, {**A, "role": "AI"}]}, TALK, ""),
         ({"messages": [{**U, "role": "<|USER|>"}, {**A, "role": "Bot:"}]}, TALK, ""),
@@ -47,52 +51,25 @@ CASES: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ),
         *(({"messages": [U, {**A, "tool_calls": nothing}]}, TALK, "") for nothing in NOTHING),
     ],
-    "input, preferred_output": [
-        (
-            {"input": {"messages": [U]}, "preferred_output": [A], "non_preferred_output": [U]},
-            TALK,
-            "non_preferred_output",
-        ),
-    ],
+    "input, preferred_output": [(PREFERRED | {"non_preferred_output": [U]}, TALK, "non_preferred_output")],
     # FastChat, SlimOrca, LLaMA-Factory, Hermes
     "conversations": [
         ({"id": "1", "conversations": [HUMAN, GPT]}, TALK, "id"),
         ({"conversations": [HUMAN, GPT], "system": "be"}, f"system be, {TALK}", ""),
         ({"conversations": [BE, HUMAN, GPT], "system_prompt": "be"}, f"system be, {TALK}", ""),
         ({"conversations": [BE, GPT, GPT, HUMAN, GPT]}, f"system be, {TALK}", ""),
-        (
-            {
-                "conversations": [
-                    HUMAN,
-                    {"from": "function_call", "value": LOOK},
-                    {"from": "observation", "value": "3"},
-                    GPT,
-                ]
-            },
-            "user hi, assistant look({'at': 'sea'}), tool 3, assistant ho",
-            "",
-        ),
-        (
-            {"conversations": [HUMAN, {"from": "function_call", "value": f"<a>so</a>\n{LOOK}"}]},
-            f"user hi, assistant <a>so</a>{CALL}",
-            "",
-        ),
-        (
-            {"conversations": [HUMAN, {**GPT, "value": HERMES}], "category": "x"},
-            f"user hi, assistant {HERMES}",
-            "category",
-        ),
+        ({"conversations": [HUMAN, calls(LOOK), SEEN, GPT]}, f"user hi, assistant {CALL}, tool 3, assistant ho", ""),
+        ({"conversations": [HUMAN, calls(f"<a>so</a>\n{LOOK}")]}, f"user hi, assistant <a>so</a>{CALL}", ""),
+        ({"conversations": [HUMAN, {**GPT, "value": HERMES}], "id": "1"}, f"user hi, assistant {HERMES}", "id"),
         ({"instruction": "hi", "response": "ho", "conversations": [HUMAN, GPT] * 2}, f"{TALK}, {TALK}", ""),
     ],
-    "conversations, chosen": [
-        ({"conversations": [HUMAN], "chosen": GPT, "rejected": HUMAN}, TALK, "rejected"),
-    ],
+    "conversations, chosen": [({"conversations": [HUMAN], "chosen": GPT, "rejected": HUMAN}, TALK, "rejected")],
     "conversation": [({"conversation": [U, A], "model": "x"}, TALK, "model")],
     "data": [({"id": "0", "data": ["hi", "ho", "and", "no"]}, f"{TALK}, user and, assistant no", "id")],
     "instruction, output": [
         (
-            {"instruction": "And?", "input": "", "output": "no", "system": "be", "history": [["hi", "ho"]]},
-            f"system be, {TALK}, user And?, assistant no",
+            PAST | {"instruction": "So?", "input": "", "output": "no"},
+            f"system be, {TALK}, user So?, assistant no",
             "",
         ),
         ({"instruction": "Add", "input": "2", "output": "4"}, "user Add\n\n2, assistant 4", ""),
@@ -106,11 +83,7 @@ CASES: dict[str, list[tuple[dict[str, Any], str, str]]] = {
     "question, answer": [
         ({"question": "hi", "reasoning": "so", "answer": "ho"}, TALK, ""),
         ({"question": "hi", "answer": "ho", "answers": '["ho", "hey"]'}, TALK, "answers"),
-        (
-            {"messages": None, "conversations": [], "prompt": "", "tools": "[]", "question": "hi", "answer": "ho"},
-            TALK,
-            "",
-        ),
+        ({"messages": None, "conversations": [], "prompt": "", "question": "hi", "answer": "ho"}, TALK, ""),
     ],
     "prompt, completion": [
         ({"prompt": "hi", "completion": "ho", "label": True}, TALK, ""),
@@ -152,10 +125,8 @@ def test_a_column_of_reasoning_is_that_of_the_answer_beside_it() -> None:
 def test_reasoning_in_a_content_part_is_the_reasoning_of_its_turn() -> None:
     for thought in ("so", [{"type": "text", "text": "so"}]):
         parts = [{"type": "thinking", "thinking": thought}, {"type": "text", "text": "ho"}]
-        assert read_chat(("f:1", {"messages": [U, {**A, "content": parts}]})).messages[1] == {
-            **A,
-            "reasoning_content": "so",
-        }
+        (_, answer) = read_chat(("f:1", {"messages": [U, {**A, "content": parts}]})).messages
+        assert answer == {**A, "reasoning_content": "so"}
 
 
 def test_questions_without_an_answer_between_them_are_one_prompt_which_is_said() -> None:
@@ -171,10 +142,7 @@ def test_a_record_has_arguments_of_its_own_for_the_chat_template() -> None:
 
 TWO = "two that differ, in "
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    (
-        {"text": "x"},
-        "expected a record with 'messages', 'conversations', or 'instruction' with 'response', got keys text",
-    ),
+    ({"text": "x"}, "a record with 'messages', 'conversations', or 'instruction' with 'response', got keys text"),
     ({"messages": "hi"}, "messages: expected a list of turns, got 'hi'"),
     ({"messages": []}, "messages: expected a list of turns"),
     ({"messages": [U, A], "question": "hi", "answer": "no"}, f"{TWO}messages and in question with answer"),
@@ -190,8 +158,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": [U, {**A, "role": "boss"}]}, r"messages\[1\]: expected a role of user, assistant, system"),
     ({"messages": [U, {**A, "content": 3}]}, r"messages\[1\]: expected text, got 3"),
     ({"messages": [{**U, "content": ["a", {"type": "image"}]}, A]}, "content parts of type text, got type 'image'"),
-    ({"conversations": [HUMAN, {"from": "function_call", "value": "look"}]}, "expected a call as JSON with name and"),
     ({"messages": [{**U, "content": [{"type": "video"}]}, A]}, "content parts of type text, got type 'video'"),
+    ({"conversations": [HUMAN, calls("look")]}, "expected a call as JSON with name and"),
     ({"messages": [U, {**A, "content": [{"type": "thinking", "thinking": "so"}]}]}, "got its reasoning alone"),
     ({"messages": [U, A], "chat_template_kwargs": "calm"}, "chat_template_kwargs: expected a mapping, or one as JSON"),
     ({"messages": [U, A], "tools": "look"}, "tools: expected a list, or one as JSON, got 'look'"),
@@ -208,18 +176,10 @@ def test_a_record_that_is_none_of_them_is_one_line(record: dict[str, Any], fault
 
 def test_tools_have_the_form_of_the_protocol() -> None:
     whole = {"type": "function", "function": TOOL}
-    written = '[{"name": "look", "parameters": {}}]'
-    given: Any
-    for given in (
-        {"tools": [TOOL]},
-        {"tools": [whole]},
-        {"functions": [TOOL]},
-        {"tools": written},
-        {"tools": [written[1:-1]]},
-        {"tool_defs": [TOOL]},
-        {"available_tools": written},
-    ):
-        assert read_chat(("f:1", {"messages": [U, A], **given})).tools == [whole]
+    written = json.dumps([TOOL])
+    for tools in ([TOOL], [whole], written, [written[1:-1]]):
+        for column in ("tools", "functions", "tool_defs", "available_tools"):
+            assert read_chat(("f:1", {"messages": [U, A], column: tools})).tools == [whole]
     for nothing in (*NOTHING, None):
         assert read_chat(("f:1", {"messages": [U, A], "tools": nothing})).tools is None
     preference = {"input": {"messages": [U], "tools": [whole]}, "preferred_output": [A]}

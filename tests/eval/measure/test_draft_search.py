@@ -2,23 +2,24 @@
 
 from typing import Any
 
-import pytest
-
 from eval.data.prompts import Prompt
 from eval.measure import draft_search
 from eval.measure.draft_search import FINALISTS, GRID, can_draft, choose_draft, search_drafts
 from eval.pages.verdicts import search_line
 from eval.records.measure_settings import BenchSettings
 from eval.records.schema import Look, Search
-from heads.core.errors import UserError
 from heads.core.tree import parse_shape
 from heads.targets.frozen_target import FrozenTarget
 from tests.eval.conftest import altered
+from tests.support.annotations import Patch
 from tests.support.measurements import measurement
+from tests.support.refusals import refused
+
+Prompts = list[Prompt]
 
 
 def test_the_faster_half_stays_and_is_looked_at_on_twice_as_many_prompts(
-    tiny_target: FrozenTarget, pair_head: Any, tiny_prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch
+    tiny_target: FrozenTarget, pair_head: Any, tiny_prompts: Prompts, monkeypatch: Patch
 ) -> None:
     """A machine on which a draft is the faster the nearer its number of nodes is to 5."""
     seen: list[tuple[int, int]] = []
@@ -34,30 +35,23 @@ def test_the_faster_half_stays_and_is_looked_at_on_twice_as_many_prompts(
     assert sorted(abs(parse_shape(tree).nodes - 5) for tree in search.proposed) == [0, 1, 1, 2]
 
 
-def test_a_look_decodes_a_few_prompts_with_every_draft(
-    tiny_target: FrozenTarget, pair_head: Any, tiny_prompts: list[Prompt]
-) -> None:
-    shapes = [parse_shape(text) for text in ("chain:1", "chain:4", "tree:3x2x8")]
-    settings = BenchSettings(max_new_tokens=24)
-    drafts = [(pair_head, shape) for shape in shapes]
-    looks = draft_search.look_at(tiny_target, drafts, tiny_prompts[:3], 0.0, settings)
-    assert [look.tree for look in looks] == ["chain:1", "chain:4", "tree:3x2x8"]
+def test_a_look_decodes_with_every_draft(tiny_target: FrozenTarget, pair_head: Any, tiny_prompts: Prompts) -> None:
+    trees = ["chain:1", "chain:4", "tree:3x2x8"]
+    given: Any = tiny_target, [(pair_head, parse_shape(tree)) for tree in trees], tiny_prompts[:3], 0.0
+    looks = draft_search.look_at(*given, BenchSettings(max_new_tokens=24))
+    assert [look.tree for look in looks] == trees and looks[0].tokens < looks[1].tokens
     assert all(look.speedup > 0 and look.tokens > 1.1 for look in looks)
-    assert looks[0].tokens < looks[1].tokens
-    with pytest.raises(UserError, match="every output ended with its first token"):
-        draft_search.look_at(tiny_target, drafts, tiny_prompts[:3], 0.0, BenchSettings(max_new_tokens=1))
+    fault = refused(draft_search.look_at, *given, BenchSettings(max_new_tokens=1))
+    assert "every output ended with its first token" in fault
 
 
-def test_only_what_a_head_drafts_is_looked_at(
-    tiny_target: FrozenTarget, pair_head: Any, tiny_prompts: list[Prompt]
-) -> None:
+def test_only_what_a_head_drafts_is_looked_at(tiny_target: FrozenTarget, pair_head: Any, tiny_prompts: Prompts) -> None:
     small_head = altered(pair_head, deepest=2)
     search = search_drafts(tiny_target, small_head, tiny_prompts, 0.0, BenchSettings())
     assert search.proposed == ["chain:1", "chain:2", "tree:2x2x7"] and not search.curve
     assert len(search.proposed) < FINALISTS, "so few need no look"
     small_head.deepest = 0
-    with pytest.raises(UserError, match="drafts no chain"):
-        search_drafts(tiny_target, small_head, tiny_prompts, 0.0, BenchSettings())
+    assert "drafts no chain" in refused(search_drafts, tiny_target, small_head, tiny_prompts, 0.0, BenchSettings())
     assert can_draft(pair_head, tiny_target, parse_shape("chain:3"), "match")
     assert not can_draft(pair_head, tiny_target, parse_shape("tree:2x2x5"), "block")
 

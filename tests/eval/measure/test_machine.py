@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from eval.measure.machine import commit, settle_threads
-
-CPU = torch.device("cpu")
+from tests.support.annotations import Patch
 
 
 @pytest.mark.parametrize(
@@ -23,7 +22,7 @@ CPU = torch.device("cpu")
     ],
 )
 def test_only_other_processes_are_held_against_a_run(
-    others: list[float], threads: int, wanted: str | None, said: str | None, monkeypatch: pytest.MonkeyPatch
+    others: list[float], threads: int, wanted: str | None, said: str | None, monkeypatch: Patch
 ) -> None:
     """The machine is a made one; this process's work on it is real."""
 
@@ -41,23 +40,21 @@ def test_only_other_processes_are_held_against_a_run(
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if wanted:
         monkeypatch.setenv("OMP_NUM_THREADS", wanted)
-    line = settle_threads(CPU)
+    line = settle_threads(torch.device("cpu"))
     assert line is None if said is None else line is not None and said in line
     assert taken == [1] * (said is not None and threads > 1 and wanted is None)
     assert settle_threads(torch.device("cuda")) is None
 
 
-def test_a_record_names_the_commit_of_these_files_and_not_of_a_clone_around_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_record_names_the_commit_of_these_files_not_of_a_clone_around(tmp_path: Path, monkeypatch: Patch) -> None:
     def git(*words: str) -> str:
         command = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b", *words]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
     (tmp_path / "copy").mkdir()
     (tmp_path / "file").write_text("one")
-    for words in (["init"], ["add", "file"], ["commit", "-m", "one"]):
-        git(*words)
+    for words in ("init", "add file", "commit -m one"):
+        git(*words.split())
     monkeypatch.setattr("eval.measure.machine.ROOT", tmp_path)
     monkeypatch.delenv("DRAFTSMITH_COMMIT", raising=False)
     head = git("rev-parse", "--short=12", "HEAD")

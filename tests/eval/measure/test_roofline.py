@@ -8,12 +8,12 @@ from torch import nn
 
 from eval.measure.roofline import copy_bandwidth, roofline
 from eval.pages.report_tables import roofline_table
-from eval.runtime.engine import Engine, EngineOptions, Request
-from heads.core.errors import UserError
-from heads.core.tree import parse_shape
+from eval.runtime.engine import Request
 from heads.kernels.product import Product
-from heads.registry import build_head, build_untrained
+from heads.registry import build_head
 from heads.targets.frozen_target import FrozenTarget
+from tests.support.refusals import refused
+from tests.support.small_targets import make_drafter, open_engine
 
 
 def linear_bytes(module: nn.Module) -> int:
@@ -24,9 +24,8 @@ def linear_bytes(module: nn.Module) -> int:
 @pytest.mark.parametrize("tree", ["chain:3", "tree:3x2x6"])
 def test_the_parts_of_a_round(tree: str, tiny_target: FrozenTarget) -> None:
     head = build_head("eagle3", {}, tiny_target, torch.ones(128, dtype=torch.int64))
-    shape = parse_shape(tree)
-    engine = Engine(tiny_target, head, EngineOptions(shape=shape, batch_size=2, max_length=128))
-    plain = Engine(tiny_target, None, EngineOptions(batch_size=2, max_length=128))
+    drafts: Any = (head, tree), (None,)
+    engine, plain = (open_engine(tiny_target, *draft, batch_size=2, max_length=128) for draft in drafts)
     assert copy_bandwidth(plain) > 1e7
     record = roofline(engine, plain, length=40, tau=2.0, bandwidth=1e9)
     parts: dict[str, Any] = {part.part: part for part in record.round}
@@ -45,31 +44,23 @@ def test_the_parts_of_a_round(tree: str, tiny_target: FrozenTarget) -> None:
     record.plain_share_of_bandwidth = 2.5
     assert "the floors say little here" in roofline_table(record).notes[-1]
     # What was timed has left the engine fit for use.
-    requests = [Request([5, 6, 7], 12)]
-    assert engine.generate(requests)[0].tokens == plain.generate(requests)[0].tokens
+    drafted, own = (each.generate([Request([5, 6, 7], 12)])[0].tokens for each in (engine, plain))
+    assert drafted == own
 
 
-@pytest.mark.parametrize("kind", ["medusa", "layers", "early_exit"])
+@pytest.mark.parametrize("kind", ["medusa", "draft", "early_exit:2"])
 def test_what_other_drafts_read(kind: str, tiny_target: FrozenTarget) -> None:
     """Medusa's heads once a round; a draft model once a token, but for the embeddings that are no output head."""
-    counts, shape = torch.ones(128, dtype=torch.int64), parse_shape("chain:3")
-    if kind == "medusa":
-        head = build_head("medusa", {"depth": 3}, tiny_target, counts)
-        read = linear_bytes(head)
-    else:
-        layers = tiny_target.layers[:2]
-        made = {"layers": lambda: build_head("draft", {"layers": [0, 1]}, tiny_target, counts)}
-        head = made.get(kind, lambda: build_untrained("early_exit:2", tiny_target))()
-        read = 3 * (linear_bytes(layers) + linear_bytes(tiny_target.head))
-    engine = Engine(tiny_target, head, EngineOptions(shape=shape, max_length=128))
-    record = roofline(
-        engine, Engine(tiny_target, None, EngineOptions(max_length=128)), length=40, tau=2.0, bandwidth=1e9
-    )
+    head = make_drafter(kind, tiny_target)
+    read = 3 * (linear_bytes(tiny_target.layers[:2]) + linear_bytes(tiny_target.head))
+    engine = open_engine(tiny_target, head, "chain:3", max_length=128)
+    plain = open_engine(tiny_target, None, max_length=128)
+    record = roofline(engine, plain, length=40, tau=2.0, bandwidth=1e9)
     draft = next(part for part in record.round if part.part == "draft")
-    assert draft.bytes == read
+    assert draft.bytes == (linear_bytes(head) if kind == "medusa" else read)
 
 
 def test_a_context_without_room_is_refused(tiny_target: FrozenTarget) -> None:
-    plain = Engine(tiny_target, None, EngineOptions(max_length=64))
-    with pytest.raises(UserError, match="a context of 63 tokens leaves no room in 64 slots"):
-        roofline(plain, plain, length=63, tau=1.0, bandwidth=1e9)
+    plain = open_engine(tiny_target, None, max_length=64)
+    fault = refused(roofline, plain, plain, length=63, tau=1.0, bandwidth=1e9)
+    assert "a context of 63 tokens leaves no room in 64 slots" in fault

@@ -19,10 +19,6 @@ from eval.records.head_schema import Point
 from tests.support.curves import learning_curve
 from tests.support.measurements import measurement
 
-PHONE = 330
-"""Pixels that a chart has on a phone of 390."""
-
-
 BINS = [
     {"from": 64 << n, "to": 128 << n, "rounds": 9, "mean": 3 - n / 5, "ci95": [2.9 - n / 5, 3.1 - n / 5] if n else None}
     for n in range(1, 11)
@@ -74,8 +70,7 @@ def test_nothing_is_cut_and_no_text_stands_on_another(chart: Chart) -> None:
         legend = axes.get_legend()
         first, last = sorted(axes.get_xlim())
         ticks = [label for label in axes.get_xticklabels() if first <= label.get_position()[0] <= last]
-        texts = [*axes.texts, *ticks, axes.xaxis.label, *figure.texts]
-        texts += legend.get_texts() if legend else []
+        texts = [*axes.texts, *ticks, axes.xaxis.label, *figure.texts, *(legend.get_texts() if legend else ())]
         boxes = {t.get_text(): t.get_window_extent() for t in texts if t.get_text()}
         for text, box in boxes.items():
             inside = box.x0 >= 0 and box.y0 >= 0 and box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1
@@ -89,7 +84,7 @@ def test_on_a_page_a_chart_is_of_its_colours_alone_and_can_be_read_on_a_phone(ch
     svg = inline_svg(chart)
     width = float(re.findall(r'viewBox="0 0 ([\d.]+)', svg)[0])
     sizes = {float(size) for size in re.findall(r"font(?:-size)?: [^;]*?([\d.]+)px", svg)}
-    assert sizes and min(sizes) * PHONE / width >= 10
+    assert sizes and min(sizes) * 330 / width >= 10  # in the pixels that a chart has on a phone of 390
     assert not re.findall(r"#[0-9a-f]{6}", svg) and set(re.findall(r"var\(--(\w+)\)", svg)) <= COLOURS.keys()
     assert "http" not in svg and "<script" not in svg and escape(chart.note) in svg
     assert svg == inline_svg(chart), "equal results give equal pages"

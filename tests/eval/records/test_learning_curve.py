@@ -46,9 +46,7 @@ def test_the_fit_gives_the_tau_of_twice_the_tokens(rate: Callable[[float], float
         ({"tau": law, "count": 0}, None),
     ],
 )
-def test_a_sentence_says_what_more_tokens_would_give_or_why_nothing_is_said(
-    curve: dict[str, Any], said: str | None
-) -> None:
+def test_a_sentence_says_what_more_tokens_would_give_or_why_not(curve: dict[str, Any], said: str | None) -> None:
     line = learning_line(points_of(learning_curve(**curve)))
     assert line is None if said is None else line is not None and line.startswith(said), line
 

@@ -26,15 +26,12 @@ def disturbed(rng: np.random.Generator) -> Measurement:
     """Return a setting with random figures, as of a machine that was interrupted at times."""
     tau, median = float(rng.uniform(1, 5)), float(rng.uniform(1, 20))
     step = {"mean": median * float(rng.uniform(1, 1.8)), "median": median}
-    names = ("measured", "predicted", "ratio_of_medians")
+    speedup = {name: tau * float(rng.uniform(0.2, 1.4)) for name in ("measured", "predicted", "ratio_of_medians")}
     return measurement(
         tau={"mean": tau, "ci95": None},
         baseline={"tokens_per_second": 1.0, "ms_per_token": median, "token_ms": {"p50": median}, "step_ms": step},
         speculative={"round_ms": step},
-        speedup={
-            **{name: tau * float(rng.uniform(0.2, 1.4)) for name in names},
-            **{"ci95": None, "tokens": int(rng.integers(8, 400))},
-        },
+        speedup=speedup | {"ci95": None, "tokens": int(rng.integers(8, 400))},
     )
 
 
@@ -58,30 +55,29 @@ def test_no_printed_speedup_exceeds_tau() -> None:
     assert min(stated, impossible, withheld) > 20, (stated, impossible, withheld)
 
 
-@pytest.mark.parametrize("change", ["speedup", "predicted", "plain steps", "rounds", "cores", "tokens"])
+CHANGES: dict[str, dict[str, Any]] = {
+    "speedup": {"speedup": {"measured": 7.6543}},
+    "predicted": {"speedup": {"predicted": 7.6543}},
+    "plain steps": {"baseline": {"step_ms": {"mean": 1.6, "median": 1.0}}},
+    "rounds": {"speculative": {"round_ms": {"mean": 1.6, "median": 1.0}}},
+    "cores": {"busy_cores": 1.9},
+    "tokens": {"speedup": {"tokens": 63}},
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_an_unreliable_speedup_is_nowhere(change: str, results: dict[str, Any]) -> None:
     """Nor is a conclusion drawn from it."""
     for m in [part for whole in results["measurements"] for part in (whole, *whole["suites"].values())]:
         steady = {"mean": 1.0, "median": 1.0}
         m["tau"] = {"mean": 2.0, "ci95": None}
         m["baseline"] |= {"ms_per_token": 1.0, "token_ms": dict.fromkeys(("p50", "p95", "p99"), 1.0), "step_ms": steady}
-        m["speculative"] |= {"round_ms": dict(steady)}
+        m["speculative"] |= {"round_ms": steady}
         m["speedup"] |= {"measured": 0.7654, "ci95": [0.7543, 0.7765], "predicted": 0.8, "tokens": 100}
         m["speedup"]["ratio_of_medians"] = 0.9123
         assert why_unreliable(Measurement.model_validate(m)) is None
-        match change:
-            case "speedup":
-                m["speedup"]["measured"] = 7.6543
-            case "predicted":
-                m["speedup"]["predicted"] = 7.6543
-            case "plain steps":
-                m["baseline"]["step_ms"]["mean"] = 1.6
-            case "rounds":
-                m["speculative"]["round_ms"]["mean"] = 1.6
-            case "cores":
-                m["busy_cores"] = 1.9
-            case "tokens":
-                m["speedup"]["tokens"] = 63
+        for name, value in CHANGES[change].items():
+            m[name] = m[name] | value if isinstance(value, dict) else value
     results["auto"][0] |= {"measured": {}, "chosen": None, "unreliable": ["chain:2", "tree:2x2x4"]}
     results["auto"][0]["curve"][1] |= {"tokens": 2.0, "speedup": 7.6543}
     measured = Results.model_validate(results)

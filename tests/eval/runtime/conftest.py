@@ -91,13 +91,8 @@ class ScriptedHead(Drafter):
 
     def check_features(self, tokens: list[int], observation: Observation, row: int, start: int, count: int) -> None:
         ids, position = torch.tensor([tokens]), torch.arange(len(tokens))[None]
-        true = self.target.features(
-            ids,
-            positions=position,
-            visible=position[:, None] <= position[..., None],
-            key_positions=position,
-            aux_layer_ids=self.aux_layer_ids,
-        )
+        places: Any = dict(positions=position, key_positions=position, visible=position[:, None] <= position[..., None])
+        true = self.target.features(ids, aux_layer_ids=self.aux_layer_ids, **places)
         wide = self.target.dtype == torch.float64 and not self.target.is_recurrent  # recurrences are in float32
         bound = 1e-6 if wide else 1e-2
         for name in ("aux_hidden_states", "hidden"):

@@ -1,5 +1,6 @@
 """The engine around its rounds: where texts end, what is timed, what is refused."""
 
+import re
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,13 @@ from eval.runtime.memory import check_memory
 from eval.runtime.request import Reports, StopStringMatcher
 from eval.runtime.round import read_prompts
 from eval.runtime.sampling_params import Sampling
-from heads.core.errors import UserError
 from heads.core.tree import parse_shape
 from heads.targets.frozen_target import Features
 from heads.targets.load import load_target
 from heads.targets.target_files import load_tokenizer
 from tests.eval.runtime.conftest import ScriptedHead, decode_plainly, sequences, target_of
+from tests.support.annotations import Patch
+from tests.support.refusals import refused
 from tests.support.small_targets import make_drafter, make_target, open_engine, texts
 
 WARM = Sampling(temperature=0.9, seed=4)
@@ -54,9 +56,7 @@ def test_eos_cuts_inside_an_accepted_path(family: str, prompts: list[list[int]])
 
 
 @pytest.mark.parametrize(("family", "R"), [("gemma3_text", 4), ("llama", 4), ("t5", 1)])
-def test_padded_prompts_change_nothing(
-    family: str, R: int, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_padded_prompts_change_nothing(family: str, R: int, prompts: list[list[int]], monkeypatch: Patch) -> None:
     """They are read R rows at a time, as many as make 256 tokens, and rows that go on meanwhile stay as they are."""
     target = target_of(family)
     ends = [] if target.start_token is None else [1, target.start_token]
@@ -66,8 +66,7 @@ def test_padded_prompts_change_nothing(
     head = ScriptedHead(target, sequences(requests, expected))
     engine = open_engine(target, head, TREE, batch_size=4, max_length=320)
     engine.decoder.target.pads = True
-    prefill = engine.decoder.target.prefill
-    shapes = []
+    prefill, shapes = engine.decoder.target.prefill, list[tuple[int, ...]]()
 
     def noted(row: int, tokens: Tensor, *more: Any) -> Features:
         shapes.append(tuple(tokens.shape))
@@ -86,7 +85,7 @@ def test_outputs_count_their_rounds_and_every_round_is_timed(prompts: list[list[
     engine = open_engine(target, head, TREE, batch_size=2, max_length=192)
     outputs, timings = engine.generate(requests), engine.timings
     assert texts(outputs) == texts(expected)
-    assert len(timings.round_seconds) == timings.rounds and min(timings.round_seconds) > 0
+    assert min(timings.round_seconds) > 0
     assert sum(timings.round_seconds) == pytest.approx(timings.decode_seconds)
     for output in outputs:
         assert output.rounds == len(output.accepted) == len(output.reached)
@@ -99,9 +98,7 @@ def test_outputs_count_their_rounds_and_every_round_is_timed(prompts: list[list[
 
 
 @pytest.mark.parametrize(("ahead", "rows"), [(1, 1), (2, 2)])
-def test_no_time_counts_for_a_round_after_the_end_of_every_text(
-    ahead: int, rows: int, prompts: list[list[int]]
-) -> None:
+def test_no_time_counts_for_a_round_after_all_texts_ended(ahead: int, rows: int, prompts: list[list[int]]) -> None:
     """As on a GPU, where the host launches a round before it knows that the last one ended the text."""
     target = target_of("llama")
     requests = [Request(prompt, 9 + n, ignore_eos=True) for n, prompt in enumerate(prompts[:4])]
@@ -140,9 +137,8 @@ def test_a_full_cache_holds_the_longest_request() -> None:
 @pytest.mark.parametrize("shape", ["none", "chain:3", "tree:3x3x10"])
 def test_a_row_that_is_done_stays_as_it_is(shape: str) -> None:
     target = target_of("llama")
-    engine = open_engine(
-        target, make_drafter("none" if shape == "none" else "medusa", target), shape, batch_size=2, max_length=128
-    )
+    head = make_drafter("none" if shape == "none" else "medusa", target)
+    engine = open_engine(target, head, shape, batch_size=2, max_length=128)
     with torch.inference_mode():
         newcomers = {0: Request([5, 6, 7], 2, ignore_eos=True), 1: Request([8, 9], 60, ignore_eos=True)}
         read_prompts(engine.decoder, newcomers)
@@ -206,27 +202,24 @@ REFUSED: dict[str, tuple[Request | dict[str, Any], str]] = {
 
 @pytest.mark.parametrize(("given", "words"), REFUSED.values(), ids=REFUSED)
 def test_what_cannot_be_decoded_is_refused(given: Request | dict[str, Any], words: str) -> None:
-    options: dict[str, Any] = (
-        {"shape": CHAIN, "head": "lookup:3", "request": given} if isinstance(given, Request) else dict(given)
-    )
+    asked = {"shape": CHAIN, "head": "lookup:3", "request": given}
+    options: dict[str, Any] = asked if isinstance(given, Request) else dict(given)
     sizes = {name: options.pop(name) for name in JAMBA if name in options}
     target = make_target(options.pop("family", "llama"), torch.float32, **sizes)
     request, head = options.pop("request", Request([3], 2)), make_drafter(options.pop("head", "none"), target)
-    with pytest.raises(UserError, match=words):
-        open_engine(target, head, **{"max_length": 64} | options).generate([request])
+    fault = refused(lambda: open_engine(target, head, **{"max_length": 64} | options).generate([request]))
+    assert re.search(words, fault)
 
 
-def test_a_batch_that_fits_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_that_fits_is_named(monkeypatch: Patch) -> None:
     monkeypatch.setattr("eval.runtime.memory.free_memory", lambda: 2**20)
     target = target_of("llama")
     sizes: dict[str, Any] = {"nodes": 8, "drafts": False}
     check_memory(target, 1, 64, **sizes)
-    with pytest.raises(UserError, match=r"a batch of 640 needs .* GiB are free; a batch of \d+ would fit"):
-        check_memory(target, 640, 64, **sizes)
+    fault = refused(check_memory, target, 640, 64, **sizes)
+    assert re.search(r"a batch of 640 needs .* GiB are free; a batch of \d+ would fit", fault)
     for more in ({"capacity": 8192}, {"nodes": 640}, {"drafts": True, "capacity": 4096}):
-        given: Any = {"capacity": 64, **sizes, **more}
-        with pytest.raises(UserError, match="shorten the sequences"):
-            check_memory(target, 1, **given)
+        assert "shorten the sequences" in refused(check_memory, target, 1, **{"capacity": 64, **sizes, **more})
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3"])

@@ -10,10 +10,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from eval.runtime.engine import Engine, Output, Request
+from eval.runtime.engine import Output, Request
 from eval.runtime.sampling_params import Sampling
 from heads.core.tree import parse_shape
 from tests.eval.runtime.conftest import target_of
+from tests.support.annotations import Log
 from tests.support.small_targets import make_drafter, open_engine
 from tests.support.switches import as_on_a_gpu
 
@@ -23,6 +24,10 @@ WAITS = {
     "aten::lift_fresh",  # of a constant that the host made, which it would copy to a GPU
 }
 """Operations for which the host waits, since they need sizes or values that only the GPU knows."""
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    return [x for x in tree_flatten(tree)[0] if isinstance(x, Tensor)]
 
 
 class Tape(TorchDispatchMode):
@@ -43,16 +48,14 @@ class Tape(TorchDispatchMode):
         name = func._schema.name
         assert name not in WAITS, f"{name} waits for the device"
         if name in ("aten::index", "aten::index_put", "aten::index_put_"):
-            masks = [x for x in tree_flatten(args[1])[0] if isinstance(x, Tensor) and x.dtype == torch.bool]
-            assert not masks, f"{name} by a mask waits for the device"
+            assert all(x.dtype != torch.bool for x in tensors_in(args[1])), f"{name} by a mask waits for the device"
         made = func(*args, **(kwargs or {}))
-        outputs = [x for x in tree_flatten(made)[0] if isinstance(x, Tensor)]
-        self.operations.append((func, args, kwargs or {}, outputs))
+        self.operations.append((func, args, kwargs or {}, tensors_in(made)))
         return made
 
     def replay(self) -> None:
         for func, args, kwargs, outputs in self.operations:
-            again = [x for x in tree_flatten(func(*args, **kwargs))[0] if isinstance(x, Tensor)]
+            again = tensors_in(func(*args, **kwargs))
             for old, new in zip(outputs, again, strict=True):
                 assert old.shape == new.shape, f"{func} has no static shape"
                 if old.data_ptr() != new.data_ptr():  # a view is in place already
@@ -71,11 +74,6 @@ REQUESTS = [
     Request([11] * 9, 16, Sampling(temperature=0.8, top_k=9, top_p=0.9, min_p=0.01, seed=5), ignore_eos=True),
     Request([13, 4], 15, Sampling(repetition_penalty=1.4, frequency_penalty=0.5), ignore_eos=True),
 ]
-
-
-def taped(engine: Engine) -> Engine:
-    engine.rounds.capture = Tape
-    return engine
 
 
 def texts(outputs: list[Output]) -> list[tuple[list[int], list[int]]]:
@@ -101,14 +99,13 @@ def texts(outputs: list[Output]) -> list[tuple[list[int], list[int]]]:
 def test_replayed_rounds_decode_the_same_text(family: str, name: str, shape: str, rule: str) -> None:
     target = target_of(family)
     options: dict[str, Any] = {"shape": parse_shape(shape), "batch_size": 2, "max_length": 64, "rule": rule}
-    engines = [open_engine(target, make_drafter(name, target), **options) for _ in range(2)]
-    plain = engines[0].generate(REQUESTS)
-    assert texts(taped(engines[1]).generate(REQUESTS)) == texts(plain)
-    rounds = engines[1].rounds
-    assert rounds.graphs and rounds.capture is Tape
+    plain, engine = (open_engine(target, make_drafter(name, target), **options) for _ in range(2))
+    engine.rounds.capture = Tape
+    assert texts(engine.generate(REQUESTS)) == texts(plain.generate(REQUESTS))
+    assert engine.rounds.graphs and engine.rounds.capture is Tape
 
 
-def test_a_round_that_cannot_be_captured_runs_plainly(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_round_that_cannot_be_captured_runs_plainly(caplog: Log) -> None:
     target = target_of("llama")
     expected = open_engine(target, None, max_length=64).generate(REQUESTS)
     for error, reason in (
@@ -123,7 +120,5 @@ def test_a_round_that_cannot_be_captured_runs_plainly(caplog: pytest.LogCaptureF
         engine.rounds.capture = refuse
         caplog.clear()
         assert texts(engine.generate(REQUESTS)) == texts(expected)
-        assert (
-            len(caplog.messages) == 1 and reason in caplog.messages[0] and "launched one by one" in caplog.messages[0]
-        )
-        assert not engine.rounds.graphs
+        (line,) = caplog.messages
+        assert reason in line and "launched one by one" in line and not engine.rounds.graphs

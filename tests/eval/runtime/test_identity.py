@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate, combinations, compress, product
 from typing import Any
 
@@ -20,22 +20,14 @@ from heads.kernels.gumbel import stream, uniform
 from heads.methods.two_drafts import LookupFirst
 from heads.targets.frozen_target import FrozenTarget
 from tests.eval.runtime.conftest import ScriptedHead, decode_plainly, sequences, target_of
-from tests.support.small_targets import (
-    FAMILIES,
-    HYBRIDS,
-    OTHER_HYBRIDS,
-    SMALL_HEADS,
-    make_drafter,
-    open_engine,
-    small_heads,
-    texts,
-    with_plain_experts,
-)
+from tests.support import small_targets as small
+from tests.support.small_targets import make_drafter, open_engine, texts
 
-SLOW = pytest.mark.slow
-RECURRENT = {*HYBRIDS, *OTHER_HYBRIDS}
+slowly = partial(pytest.param, marks=pytest.mark.slow)
+RECURRENT = {*small.HYBRIDS, *small.OTHER_HYBRIDS}
 BLOCK: dict[str, Any] = {"num_layers": 1, "block_size": 5, "mask_token_id": 3, "aux_layer_ids": [1, 2]}
-DEEP = small_heads(BLOCK, **{kind: SMALL_HEADS[kind] | {"depth": 4} for kind in ("eagle3", "mtp", "medusa")})
+DEEPER = {kind: small.SMALL_HEADS[kind] | {"depth": 4} for kind in ("eagle3", "mtp", "medusa")}
+DEEP = small.small_heads(BLOCK, **DEEPER)
 HEADS: dict[str, dict[str, Any]] = {
     "random": {},
     "lookup:3": {},
@@ -118,7 +110,7 @@ def make_head(kind: str, target: FrozenTarget) -> Any:
         return LookupFirst(1, make_head("the target", target))
     head = make_drafter("draft", target, fresh={})
     head.model.load_state_dict(target.model.state_dict())
-    with_plain_experts(head.model)
+    small.with_plain_experts(head.model)
     if kind == "the target, cut":
         head.text_config.max_position_embeddings = POSITIONS
     return head
@@ -157,16 +149,14 @@ def noise_of(seed: int) -> Noise:
     seeds = torch.tensor([seed])
 
     def noise(purpose: str, position: int, index: int, size: int) -> Tensor:
-        place = torch.tensor([[position]])
-        ids = torch.arange(size)
+        place, ids, level = torch.tensor([[position]]), torch.arange(size), index + 1
         match purpose:
             case "first":
                 return 1 - uniform(seeds, place, ids)[0, 0]
             case "draft":
-                level = index + 1
                 return 1 - uniform(stream(seeds, DRAFTS), draw_counters(place + level, level), ids)[0, 0]
             case "test":
-                return uniform(stream(seeds, TESTS), place, ids + index + 1)[0, 0]
+                return uniform(stream(seeds, TESTS), place, ids + level)[0, 0]
         return 1 - uniform(stream(seeds, LAST), place, ids)[0, 0]
 
     return noise
@@ -179,23 +169,15 @@ def test_rounds_are_those_of_the_papers_loop(family: str, depth: int) -> None:
     target = target_of(family)
     cut = deepcopy(target)
     del cut.layers[2:]
-    requests = [
-        Request([5, 6, 7 + n], 20, Sampling(temperature=t, seed=n - 1)) for n, t in enumerate((0.0, 0.9, 1.4, 0.0))
-    ]
+    samplings = [Sampling(temperature=t, seed=n) for n, t in enumerate((0.0, 0.9, 1.4, 0.0), start=-1)]
+    requests = [Request([5, 6, 7 + n], 20, sampling) for n, sampling in enumerate(samplings)]
     head = make_drafter("early_exit:2", target)
     engine = open_engine(target, head, f"chain:{depth}", batch_size=2, max_length=64, rule="ratio")
     rounds = []
     for request, output in zip(requests, engine.generate(requests), strict=True):
-        tokens, accepted = generate(
-            target.model,
-            cut.model,
-            request.prompt,
-            depth=depth,
-            max_new_tokens=request.max_new_tokens,
-            temperature=request.sampling.temperature,
-            eos_token_ids=target.eos_token_ids,
-            noise=noise_of(request.sampling.seed),
-        )
+        named: Any = dict(temperature=request.sampling.temperature, noise=noise_of(request.sampling.seed), depth=depth)
+        named |= dict(max_new_tokens=request.max_new_tokens, eos_token_ids=target.eos_token_ids)
+        tokens, accepted = generate(target.model, cut.model, request.prompt, **named)
         assert output.tokens == tokens and output.accepted == accepted
         rounds += accepted
     assert 0 < sum(rounds) < depth * len(rounds), "some drafts are accepted, some rejected"
@@ -210,10 +192,10 @@ def test_past_its_positions_a_draft_model_drafts_nothing_right() -> None:
     assert output.accepted[:3] == [3, 3, 3] and rounds > 50 and sum(output.accepted[4:]) < rounds / 8
 
 
-OTHERS = [family for family in [*FAMILIES, *HYBRIDS, *OTHER_HYBRIDS] if family not in FACTORS[0]]
+OTHERS = [family for family in [*small.FAMILIES, *small.HYBRIDS, *small.OTHER_HYBRIDS] if family not in FACTORS[0]]
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *HYBRIDS, "t5", *(pytest.param(f, marks=SLOW) for f in OTHER_HYBRIDS)])
+@pytest.mark.parametrize("family", [*small.FAMILIES, *small.HYBRIDS, "t5", *map(slowly, small.OTHER_HYBRIDS)])
 def test_plain_decoding_is_what_transformers_generates(family: str) -> None:
     target = target_of(family)
     model: Any = target.model

@@ -1,6 +1,5 @@
 """Every rule on every kind of tree: what comes out, summed over all that can happen, has the target's distribution."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -11,22 +10,18 @@ from torch import Tensor
 
 from eval.runtime.acceptance_rules import Rejection, Verdict, match
 from eval.runtime.distribution import RowSampling
-from heads.blocks.dflash import DFlash, DFlashConfig
-from heads.blocks.dflash2 import DFlash2, DFlash2Config
-from heads.blocks.domino import Domino, DominoConfig
-from heads.blocks.dspark import DSpark, DSparkConfig
-from heads.blocks.lilicorr import LiLiCorr, LiLiCorrConfig
-from heads.blocks.xpress import XPress, XPressConfig
+from heads.blocks.block_heads import BLOCK_HEADS
 from heads.core.contract import Observation, SharedLayers
 from heads.core.tree import Proposal, TreeShape, parse_shape, static_shape
 from heads.kernels.slots import ancestors
+from tests.support.annotations import Patch
 from tests.support.enumeration import EveryDraw, Toy, draws_of, prefixes_of, sum_over_tests
 from tests.support.small_heads import BLOCK_SIZES
 
 EXACT = 1e-9
 NO_TARGET: Any = None
-UNEVEN = static_shape([(0,), (1,), (0, 0), (0, 1), (1, 0)], "uneven")
-DEEP = static_shape([(0,), (1,), (1, 0), (1, 0, 0)], "deep")
+PATHS = {"uneven": [(0,), (1,), (0, 0), (0, 1), (1, 0)], "deep": [(0,), (1,), (1, 0), (1, 0, 0)]}
+STATIC = [parse_shape("static:2.2"), parse_shape("static:3.1"), *(static_shape(PATHS[name], name) for name in PATHS)]
 CHAIN = parse_shape("chain:3")
 accept_probs = Rejection.accept_probs
 
@@ -58,15 +53,20 @@ def distance(toy: Toy, distribution: Tensor, shape: TreeShape) -> float:
     return float((distribution - toy.distribution(shape.depth + 1)).abs().max())
 
 
+def check_exact(toy: Toy, shape: TreeShape, rule: str) -> float:
+    """Check that the target's distribution comes out, and return the tokens expected of a round."""
+    distribution, tokens = outcome(toy, shape, rule)
+    assert distance(toy, distribution, shape) < EXACT
+    assert 1 < tokens <= shape.depth + 1 + EXACT
+    return tokens
+
+
 @pytest.mark.parametrize("support", [None, 2, 1])
 @pytest.mark.parametrize("vocab", [3, 4])
 @pytest.mark.parametrize("rule", ["ratio", "block"])
 def test_chains_have_the_targets_distribution(rule: str, vocab: int, support: int | None) -> None:
     for seed in range(4):
-        distributions = Toy(vocab, 4, seed, support)
-        distribution, tokens = outcome(distributions, CHAIN, rule)
-        assert distance(distributions, distribution, CHAIN) < EXACT
-        assert 1 < tokens <= 4
+        assert check_exact(Toy(vocab, 4, seed, support), CHAIN, rule) <= 4
 
 
 class Copied(Toy):
@@ -89,9 +89,7 @@ def test_copied_chains_have_the_targets_distribution(rule: str, skipped: bool) -
     for seed in range(4):
         distributions = Copied(3, 4, seed)
         distributions.skipped = skipped
-        distribution, tokens = outcome(distributions, CHAIN, rule)
-        assert distance(distributions, distribution, CHAIN) < EXACT
-        assert 1 < tokens < 4
+        assert check_exact(distributions, CHAIN, rule) < 4
 
 
 def expected_of_likeliest(toy: Toy, depth: int) -> float:
@@ -106,36 +104,28 @@ def expected_of_likeliest(toy: Toy, depth: int) -> float:
     return expected
 
 
-@pytest.mark.parametrize(
-    "shape", [CHAIN, *map(parse_shape, ("static:2.2", "static:3.1", "tree:3x2x6")), UNEVEN, DEEP], ids=str
-)
+@pytest.mark.parametrize("shape", [CHAIN, *STATIC, parse_shape("tree:3x2x6")], ids=str)
 def test_the_likeliest_tokens_leave_the_targets_distribution_in_any_tree(shape: TreeShape) -> None:
     """The first is accepted with the target's probability of it, as vLLM does by default."""
     for support in (None, 1):
         toy = Toy(3, shape.depth + 1, 7, support)
-        distribution, tokens = outcome(toy, shape, "likeliest")
-        assert distance(toy, distribution, shape) < EXACT
+        tokens = check_exact(toy, shape, "likeliest")
         assert 1 + float(toy.p[0][0, toy.q[0].argmax()]) - EXACT <= tokens <= shape.depth + 1
         if shape is CHAIN:
             assert abs(tokens - expected_of_likeliest(toy, shape.depth)) < EXACT
 
 
 @pytest.mark.parametrize("support", [None, 2, 1])  # 1: siblings that q cannot have given
-@pytest.mark.parametrize("shape", [parse_shape("static:2.2"), parse_shape("static:3.1"), UNEVEN, DEEP], ids=str)
+@pytest.mark.parametrize("shape", STATIC, ids=str)
 def test_static_trees_have_the_targets_distribution(shape: TreeShape, support: int | None) -> None:
-    distributions = Toy(3, shape.depth + 1, 7, support)
-    distribution, tokens = outcome(distributions, shape, "ratio")
-    assert distance(distributions, distribution, shape) < EXACT
-    assert 1 < tokens <= shape.depth + 1
+    assert check_exact(Toy(3, shape.depth + 1, 7, support), shape, "ratio") <= shape.depth + 1
 
 
 @pytest.mark.parametrize("rule", ["ratio", "block"])
 def test_a_draft_with_the_targets_own_distribution_is_accepted_whole(rule: str) -> None:
     distributions = Toy(3, 4, 2)
     distributions.q = distributions.p
-    distribution, tokens = outcome(distributions, CHAIN, rule)
-    assert distance(distributions, distribution, CHAIN) < EXACT
-    assert tokens == pytest.approx(4)
+    assert check_exact(distributions, CHAIN, rule) == pytest.approx(4)
 
 
 def match_outcome(toy: Toy, shape: TreeShape) -> Tensor:
@@ -181,9 +171,7 @@ def fresh_draw(rule: Rejection, proposal: Proposal, p: Tensor) -> Verdict:
 
 
 @pytest.mark.parametrize(("rule", "shape"), [("ratio", "chain:3"), ("block", "chain:3"), ("ratio", "static:2.2")])
-def test_the_sums_tell_a_wrong_rule_and_a_draft_that_was_not_drawn(
-    rule: str, shape: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_sums_tell_a_wrong_rule_and_a_draft_that_was_not_drawn(rule: str, shape: str, monkeypatch: Patch) -> None:
     distributions, tree = Toy(3, parse_shape(shape).depth + 1, 3), parse_shape(shape)
     assert distance(distributions, outcome(distributions, tree, rule, likeliest=True)[0], tree) > 0.02
     monkeypatch.setattr(Rejection, "accept_probs", fresh_draw)
@@ -191,23 +179,20 @@ def test_the_sums_tell_a_wrong_rule_and_a_draft_that_was_not_drawn(
 
 
 D, V = 8, 3
-
-
 SETTINGS: dict[str, Any] = BLOCK_SIZES | dict(
     hidden_size=D, intermediate_size=12, num_attention_heads=2, num_key_value_heads=1, vocab_size=V,
     num_target_layers=4, aux_layer_ids=(2,), mask_token_id=2, num_layers=1,
 )  # fmt: skip
-HEADS: dict[str, Callable[[], Any]] = {
-    "dflash": lambda: DFlash(DFlashConfig(**SETTINGS)),
+OWN: dict[str, dict[str, Any]] = {
+    "dflash": {},
     # Of three tokens it chooses among two: q is 0 at the third.
-    "dflash2": lambda: DFlash2(DFlash2Config(**SETTINGS, conv_group_size=4, selector_rank=4, selector_top_k=2)),
-    "dspark": lambda: DSpark(DSparkConfig(**SETTINGS, markov_rank=4)),
-    "lilicorr": lambda: LiLiCorr(
-        LiLiCorrConfig(**SETTINGS, lilicorr_candidate_topk=2, lilicorr_num_heads=2, lilicorr_factor_dim=4)
-    ),
-    "xpress": lambda: XPress(XPressConfig(**SETTINGS, xpress_rank=4, xpress_mlp_hidden=6, xpress_topc=2)),
-    "domino": lambda: Domino(DominoConfig(**SETTINGS, gru_hidden_dim=4, emb_dim=4)),
+    "dflash2": dict(conv_group_size=4, selector_rank=4, selector_top_k=2),
+    "dspark": dict(markov_rank=4),
+    "lilicorr": dict(lilicorr_candidate_topk=2, lilicorr_num_heads=2, lilicorr_factor_dim=4),
+    "xpress": dict(xpress_rank=4, xpress_mlp_hidden=6, xpress_topc=2),
+    "domino": dict(gru_hidden_dim=4, emb_dim=4),
 }
+"""Settings of their own."""
 
 
 class Drafted(Toy):
@@ -216,7 +201,8 @@ class Drafted(Toy):
     def __init__(self, kind: str, depth: int) -> None:
         super().__init__(V, depth + 1, 7)
         torch.manual_seed(3)
-        self.head = HEADS[kind]().double()
+        head: Any = BLOCK_HEADS[kind]
+        self.head = head(head.Config(**SETTINGS | OWN[kind])).double()
         for parameter in self.head.parameters():
             torch.nn.init.normal_(parameter, 0.0, 0.7)
 
@@ -234,10 +220,7 @@ class Drafted(Toy):
 
 
 @pytest.mark.parametrize(("rule", "shape"), [("ratio", "chain:3"), ("block", "chain:3"), ("ratio", "static:2.2")])
-@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize("kind", BLOCK_HEADS)
 def test_drafted_blocks_have_the_targets_distribution(kind: str, rule: str, shape: str) -> None:
     tree = parse_shape(shape)
-    drafted = Drafted(kind, tree.depth)
-    distribution, tokens = outcome(drafted, tree, rule)
-    assert distance(drafted, distribution, tree) < EXACT
-    assert 1 < tokens <= tree.depth + 1
+    assert check_exact(Drafted(kind, tree.depth), tree, rule) <= tree.depth + 1

@@ -68,8 +68,7 @@ def test_chains_need_no_tree() -> None:
     chooser = random.Random(0)
     for _ in range(200):
         K = chooser.randrange(0, 6)
-        tokens = torch.tensor([[chooser.randrange(2) for _ in range(K + 1)] for _ in range(5)])
-        choice = torch.tensor([[chooser.randrange(2) for _ in range(K + 1)] for _ in range(5)])
+        tokens, choice = torch.tensor([[[chooser.randrange(2) for _ in range(K + 1)] for _ in range(5)] for _ in "tc"])
         parents = torch.arange(-1, K).clamp(min=0).expand(5, -1)
         proposal = Proposal(tokens, parents, torch.arange(K + 1).expand(5, -1), torch.zeros(5, K + 1))
         plain, general = match_chain(proposal, choice), match(proposal, choice, ancestors(parents, K), K)

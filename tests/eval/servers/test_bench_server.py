@@ -5,7 +5,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -16,47 +16,41 @@ from transformers import PreTrainedTokenizerBase
 from eval import bench, report
 from eval.core.command_line import exit_status
 from eval.data.prompts import Prompt, load_prompts
-from eval.runtime.engine import Engine, EngineOptions, Request
+from eval.runtime.engine import Engine, Request
 from eval.runtime.sampling_params import PENALTIES, Sampling
 from eval.servers.engine_client import Answer, count_rounds
 from eval.servers.openai_client import KEY_VARIABLE
-from heads.core.errors import UserError
-from heads.core.tree import parse_shape
 from heads.targets.frozen_target import FrozenTarget
-from tests.eval.conftest import Bench, PairConfig, PairHead
+from tests.eval.conftest import Bench, PairHead
+from tests.support.annotations import Capture, Patch
 from tests.support.answering import QuietHandler, QuietServer
+from tests.support.refusals import refused
+from tests.support.small_targets import open_engine
 
 pytestmark = pytest.mark.usefixtures("without_charts")
 DEPTH, NEW = 3, 12
+Generate = Callable[[Request], list[list[int]]]
+Measure = Callable[..., tuple[int, dict[str, Any]]]
 
 
 class Speculating(QuietServer):
     """vLLM, SGLang or llama-server with a head. `generate` returns a request's tokens by round, none of them cut."""
 
-    def __init__(self, generate: Callable[[Request], list[list[int]]], folder: str, engine: str = "vllm") -> None:
+    def __init__(self, generate: Generate, folder: str, engine: str = "vllm") -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.generate, self.folder, self.engine = generate, folder, engine
         self.counts: Counter[str] = Counter()
-        self.speculates, self.tells = True, False
-        """`tells`: vLLM says each answer's rounds with it."""
-        self.thinks: Callable[[int], str] = lambda number: "text"
-        """Returns the key of an answer's piece by its number."""
-        self.waits = 0.0
-        """Seconds before each piece."""
-        self.tokenises = True
-        self.fails_in_stream = False
-        self.is_noisy = False
-        """True if sampled texts are another model's."""
-        self.drafts = DEPTH
-        """Draft tokens that vLLM says it made in a round."""
-        self.algorithm, self.draft_tokens = "EAGLE3", DEPTH + 1
-        """What SGLang says of its draft."""
+        self.speculates, self.tells = True, False  # `tells`: vLLM says each answer's rounds with it
+        self.thinks: Callable[[int], str] = lambda number: "text"  # the key of an answer's piece by its number
+        self.waits = 0.0  # seconds before each piece
+        self.tokenises, self.fails_in_stream = True, False
+        self.is_noisy = False  # sampled texts are another model's
+        self.drafts = DEPTH  # draft tokens that vLLM says it made in a round
+        self.algorithm, self.draft_tokens = "EAGLE3", DEPTH + 1  # what SGLang says of its draft
         self.fault: Callable[[Speculating, int], int | None] = lambda server, number: None
         """Returns a status that replaces answer `number`, 0 to hang up, or None."""
-        self.said = b"so"
-        """Body of such a status."""
-        self.asked, self.chats = 0, list[list[dict[str, str]]]()
-        self.tools: list[Any] = []
+        self.said = b"so"  # body of such a status
+        self.asked, self.chats, self.tools = 0, list[list[dict[str, str]]](), list[Any]()
         self.url = f"http://127.0.0.1:{self.server_port}"
         self.lock = threading.Lock()
 
@@ -129,14 +123,10 @@ class Handler(QuietHandler):
             reply = {"content": "so", "tokens": [*chain(*rounds)], "timings": timings, "generation_settings": kinds}
             self.send(200, json.dumps(reply).encode())
             return
-        left = most
-        events: list[dict[str, Any]] = []
-        for number, tokens in enumerate(rounds):
-            key = server.thinks(number)
+        left, events = most, list[dict[str, Any]]()
+        for key, tokens in zip(map(server.thinks, count()), rounds, strict=False):
             piece: dict[str, Any] = {"text": "so"} if key == "text" else {"delta": {key: "so"}}
-            if server.tokenises:
-                piece["token_ids"] = tokens[: max(left, 0)]
-            events.append({"choices": [piece]})
+            events.append({"choices": [piece | ({"token_ids": tokens[: max(left, 0)]} if server.tokenises else {})]})
             left -= len(tokens)
         last: dict[str, Any] = {"choices": [], "usage": {"completion_tokens": length}}
         if server.engine == "sglang":
@@ -156,7 +146,7 @@ class Handler(QuietHandler):
         self.close_connection = True
 
 
-def in_rounds(engine: Engine) -> Callable[[Request], list[list[int]]]:
+def in_rounds(engine: Engine) -> Generate:
     """Return a function that generates as an engine with drafts does: the last round is not cut at the limit."""
 
     def generate(request: Request) -> list[list[int]]:
@@ -176,14 +166,19 @@ def in_rounds(engine: Engine) -> Callable[[Request], list[list[int]]]:
 def head(tiny_target: FrozenTarget, tiny_tokenizer: PreTrainedTokenizerBase, texts: Path) -> PairHead:
     """A head that has seen the target's answers, and so drafts many of their tokens."""
     prompts = load_prompts(str(texts), tiny_tokenizer, max_prompt_tokens=64)
-    engine, head = Engine(tiny_target, None, EngineOptions(max_length=128)), PairHead(PairConfig())
+    engine, head = open_engine(tiny_target, None, max_length=128), PairHead()
     head.learn([output.tokens for output in engine.generate([Request(prompt.ids, NEW) for prompt in prompts])])
     return head
 
 
 @pytest.fixture
+def plain(tiny_target: FrozenTarget) -> Generate:
+    return in_rounds(open_engine(tiny_target, None, max_length=128))
+
+
+@pytest.fixture
 def served(tiny_target: FrozenTarget, tiny_target_dir: Path, head: PairHead) -> Iterator[Speculating]:
-    engine = Engine(tiny_target, head, EngineOptions(shape=parse_shape(f"chain:{DEPTH}"), max_length=128))
+    engine = open_engine(tiny_target, head, f"chain:{DEPTH}", max_length=128)
     with Speculating(in_rounds(engine), str(tiny_target_dir)) as server:
         yield server
 
@@ -196,37 +191,36 @@ def texts(tiny_prompts: list[Prompt], tmp_path_factory: pytest.TempPathFactory) 
     return path
 
 
-def measure(served: Speculating, prompts: Path, out: Path, *more: str) -> tuple[int, dict[str, Any]]:
-    options = ["--server", served.url, "--prompts", str(prompts), "--max-new-tokens", str(NEW), "--repeats", "1"]
-    status = exit_status(lambda: bench.main([*options, "--out", str(out), *more]))
-    file = out / "results.json"
-    return status, json.loads(file.read_text()) if file.is_file() else {}
+@pytest.fixture
+def measure(served: Speculating, texts: Path, tmp_path: Path) -> Measure:
+    """A function that measures the server: the status, and the results in a folder of the test's."""
+
+    def run(*options: str, out: str = "out", prompts: Path = texts) -> tuple[int, dict[str, Any]]:
+        words = ["--server", served.url, "--prompts", str(prompts), "--max-new-tokens", str(NEW), "--repeats", "1"]
+        status = exit_status(lambda: bench.main([*words, "--out", str(tmp_path / out), *options]))
+        file = tmp_path / out / "results.json"
+        return status, json.loads(file.read_text()) if file.is_file() else {}
+
+    return run
 
 
-@pytest.mark.parametrize(
-    ("temperature", "penalty", "servers"),
-    [(0.0, 0.0, ["vllm", "sglang EAGLE3", "sglang DFLASH"]), (0.0, 1.5, ["vllm"]), (1.0, 0.0, ["vllm", "llamacpp"])],
-)
+SERVED = [(0.0, 0.0, "vllm, sglang EAGLE3, sglang DFLASH"), (0.0, 1.5, "vllm"), (1.0, 0.0, "vllm, llamacpp")]
+
+
+@pytest.mark.parametrize("case", SERVED, ids=str)
 def test_a_served_head_measures_as_it_does_here(
-    temperature: float,
-    penalty: float,
-    servers: list[str],
-    served: Speculating,
-    head: PairHead,
-    texts: Path,
-    tmp_path: Path,
-    bench: Bench,
-    tiny_target: FrozenTarget,
+    case: Any, served: Speculating, head: PairHead, texts: Path, tmp_path: Path, bench: Bench, measure: Measure
 ) -> None:
+    temperature, penalty, servers = case
     settings: dict[str, Any] = {"trees": (f"chain:{DEPTH}",), "max_new_tokens": NEW, "temperatures": (temperature,)}
     bench(tmp_path, head, prompts=str(texts), frequency_penalty=penalty, **settings)
     here = json.loads((tmp_path / "results.json").read_text())
     assert here["tau"]["mean"] > 1.3 or temperature or penalty
-    named = ("--target", tiny_target.name, "--temperature", str(temperature), "--frequency-penalty", str(penalty))
+    named = ("--target", served.folder, "--temperature", str(temperature), "--frequency-penalty", str(penalty))
     audited = {"identical": None, "against": "distribution"} if temperature else {"identical": 6, "against": "runtime"}
-    for server in servers:
+    for server in servers.split(", "):
         served.engine, _, served.algorithm = server.partition(" ")
-        status, there = measure(served, texts, tmp_path / "bench" / server, *named)
+        status, there = measure(*named, out=f"bench/{server}")
         assert status == 0 and there["rule"] == ("server" if temperature else "match")
         assert there["dtype"] == "its own dtype" and "float32" in there["command"]
         assert (there["exact"].pop("draws") or {}).get("tokens") == (there["tokens"] if temperature else None)
@@ -239,42 +233,34 @@ def test_a_served_head_measures_as_it_does_here(
                 assert figures["tau"][name] == pytest.approx(own["tau"][name])
         assert there["settings"]["prompts_hash"] == here["settings"]["prompts_hash"] and there["speedup"] is None
     assert report.main([str(tmp_path)]) == 0
-    for page in (tmp_path, tmp_path / "bench" / servers[-1]):
+    for page in (tmp_path, tmp_path / "bench" / server):
         assert "Here and in the server" in (page / "report.html").read_text()
 
 
-def test_rounds_said_with_answers_are_exact_with_several_in_flight(
-    served: Speculating, texts: Path, tmp_path: Path
-) -> None:
-    _, one = measure(served, texts, tmp_path / "one")
+def test_rounds_said_with_answers_are_exact_with_several_in_flight(served: Speculating, measure: Measure) -> None:
+    _, one = measure()
     served.tells = True
-    _, several = measure(served, texts, tmp_path / "several", "--batch-size", "3,1")
-    first, second = several["measurements"]
-    for name in ("alpha", "accepted_histogram"):
-        assert first[name] == second[name] == one[name]
-    assert first["tau"] == second["tau"] == one["tau"] and one["exact"]["against"] == "nothing"
+    _, several = measure("--batch-size", "3,1", out="several")
+    for found in several["measurements"]:
+        assert all(found[name] == one[name] for name in ("alpha", "accepted_histogram", "tau"))
+    assert one["exact"]["against"] == "nothing"
 
 
-def test_a_server_that_drafts_fewer_tokens_by_its_own_rule_is_told(
-    served: Speculating, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for drafts in (DEPTH, DEPTH - 1):
-        served.drafts = drafts
-        _, results = measure(served, texts, tmp_path / str(drafts))
-        assert results["drafted"] == drafts
-        assert ("drafted fewer than 3 tokens" in capsys.readouterr().out) == (drafts < DEPTH)
+def test_a_server_that_drafts_fewer_tokens_is_told(served: Speculating, measure: Measure, capsys: Capture) -> None:
+    for served.drafts in (DEPTH, DEPTH - 1):
+        _, results = measure()
+        assert results["drafted"] == served.drafts
+        assert ("drafted fewer than 3 tokens" in capsys.readouterr().out) == (served.drafts < DEPTH)
 
 
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "kept back"])
 def test_reasoning_is_timed_or_no_speed_is_stated(
-    key: str, served: Speculating, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    key: str, served: Speculating, measure: Measure, capsys: Capture
 ) -> None:
-    served.folder = "OWNER/ELSEWHERE"
-    served.tokenises = False
-    served.waits = 0.05
+    served.folder, served.tokenises, served.waits = "OWNER/ELSEWHERE", False, 0.05
     served.generate = lambda request: [[5]] * request.max_new_tokens
     served.thinks = lambda number: key if number < NEW - 1 else "content"
-    status, results = measure(served, texts, tmp_path, "--num-prompts", "1")
+    status, results = measure("--num-prompts", "1")
     assert status == 0 and results["tau"]["mean"] == 1
     if key == "kept back":
         assert results["speculative"] == {"hidden": True} and results["first_token_ms"] == {}
@@ -283,46 +269,41 @@ def test_reasoning_is_timed_or_no_speed_is_stated(
         assert 5 < results["speculative"]["tokens_per_second"] < 20 and results["first_token_ms"]["p50"] < 500
 
 
-def test_settings_that_were_compared_are_counted(
-    served: Speculating, tiny_target: FrozenTarget, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = ["--temperature", "0,1", "--batch-size", "1,4", "--target", tiny_target.name]
-    assert measure(served, texts, tmp_path, *options)[0] == 0
+def test_settings_that_were_compared_are_counted(served: Speculating, measure: Measure, capsys: Capture) -> None:
+    assert measure("--temperature", "0,1", "--batch-size", "1,4", "--target", served.folder)[0] == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "identical to plain decoding: 12 of 12 prompts (6 prompts x 2 settings); at T = 1" in out
     assert out.count(" sampled tokens have a mean log-probability") == 2 and "too few to tell a small" in out
 
 
 def test_a_plain_server_gives_speedup_and_texts(
-    served: Speculating, tiny_target: FrozenTarget, texts: Path, tmp_path: Path
+    served: Speculating, plain: Generate, measure: Measure, tmp_path: Path
 ) -> None:
-    with Speculating(in_rounds(Engine(tiny_target, None, EngineOptions(max_length=128))), served.folder) as twin:
+    with Speculating(plain, served.folder) as twin:
         twin.speculates = False
-        status, results = measure(served, texts, tmp_path / "a", "--plain-server", twin.url)
+        status, results = measure("--plain-server", twin.url)
         assert status == 0 and results["speedup"]["measured"] > 0 and results["baseline"]["tokens_per_second"] > 0
         assert results["exact"]["against"] == "plain server" and results["exact"]["identical"] == 6
         twin.generate = lambda request: [[5]] * request.max_new_tokens
-        _, results = measure(served, texts, tmp_path / "b", "--plain-server", twin.url)
+        _, results = measure("--plain-server", twin.url)
         assert results["exact"]["identical"] == 0
-        assert "only the target here" in (tmp_path / "b/report.html").read_text()
+        assert "only the target here" in (tmp_path / "out/report.html").read_text()
         served.folder = twin.folder + "x"
-        assert measure(served, texts, tmp_path / "c", "--plain-server", twin.url) == (2, {})
+        assert measure("--plain-server", twin.url, out="other") == (2, {})
 
 
-def test_a_server_s_first_token_may_be_nearly_as_likely_as_the_targets(
-    served: Speculating, tiny_target: FrozenTarget, texts: Path, tmp_path: Path
+def test_a_server_s_first_token_may_be_nearly_as_likely_as_ours(
+    served: Speculating, plain: Generate, tiny_target: FrozenTarget, measure: Measure
 ) -> None:
-    plainly = in_rounds(Engine(tiny_target, None, EngineOptions(max_length=128)))
-
     def second_best(request: Request) -> list[list[int]]:
         tokens = torch.tensor([request.prompt])
         places = torch.arange(tokens.shape[1])[None]
         hidden = tiny_target.packed_features(tokens, places, torch.zeros_like(tokens), ()).hidden[:, -1]
         token = int(tiny_target.shared.lm_head(hidden)[0].topk(2).indices[1])
-        return [[token], *plainly(Request([*request.prompt, token], request.max_new_tokens - 1, request.sampling))]
+        return [[token], *plain(Request([*request.prompt, token], request.max_new_tokens - 1, request.sampling))]
 
     served.generate = second_best
-    status, results = measure(served, texts, tmp_path, "--target", tiny_target.name)
+    status, results = measure("--target", served.folder)
     assert status == 1 and results["exact"]["identical"] == 0  # measured, with texts that differ
 
 
@@ -345,67 +326,53 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+MIN_P = ["--temperature", "1", "--min-p", "0.1"]
 OPTIONS = {
     "another target": ["--target", "TARGET"],
     "noise": ["--target", "TARGET", "--temperature", "1"],
-    "min_p": ["--temperature", "1", "--min-p", "0.1"],
-    "min_p in the stream": ["--temperature", "1", "--min-p", "0.1"],
-    "min_p, asked first of a target": ["--target", "TARGET", "--temperature", "1", "--min-p", "0.1"],
+    "min_p": MIN_P,
+    "min_p in the stream": MIN_P,
+    "min_p, asked first of a target": ["--target", "TARGET", *MIN_P],
     "no room": ["--max-new-tokens", "128"],
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_server_that_cannot_be_measured_is_one_line_and_leaves_nothing(
-    case: str,
-    served: Speculating,
-    texts: Path,
-    tmp_path: Path,
-    tiny_target: FrozenTarget,
-    capsys: pytest.CaptureFixture[str],
+    case: str, served: Speculating, measure: Measure, tmp_path: Path, capsys: Capture
 ) -> None:
     changes, words = REFUSED[case]
     vars(served).update(changes)
     out = tmp_path / "out"
-    options = [word.replace("TARGET", tiny_target.name) for word in OPTIONS.get(case, [])]
-    assert measure(served, texts, out, *options) == (2, {})
+    assert measure(*(word.replace("TARGET", served.folder) for word in OPTIONS.get(case, []))) == (2, {})
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert words in line and (served.url in line or case == "no room")
     assert {path.name for path in out.glob("*")} <= {"unfinished.jsonl"} and (case != "noise" or not out.exists())
 
 
-def test_the_key_is_nowhere_told(
-    served: Speculating,
-    texts: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_key_is_nowhere_told(served: Speculating, measure: Measure, monkeypatch: Patch, capsys: Capture) -> None:
     monkeypatch.setenv(KEY_VARIABLE, "5ec2e7")
     served.fault, served.said = lambda server, number: 400, b"x" * 197 + b"5ec2e7"
-    assert measure(served, texts, tmp_path / "out") == (2, {})
+    assert measure() == (2, {})
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert "(" + "x" * 197 + "...)" in line
     for option in ("--server", "--plain-server"):
-        with pytest.raises(UserError, match=f"{option}: expected an address without a key"):
-            bench.main([option, "http://user:5ec2e7@localhost:8000"])
+        fault = refused(bench.main, [option, "http://user:5ec2e7@localhost:8000"])
+        assert f"{option}: expected an address without a key" in fault
 
 
-def test_without_the_tokenizer_prompts_are_messages(served: Speculating, texts: Path, tmp_path: Path) -> None:
+def test_without_the_tokenizer_prompts_are_messages(served: Speculating, measure: Measure, tmp_path: Path) -> None:
     served.folder = "OWNER/ELSEWHERE"
-    status, results = measure(served, texts, tmp_path)
+    status, results = measure()
     assert status == 0 and results["target"] == {"name": "OWNER/ELSEWHERE"}
     assert results["settings"]["distinct_prompts"] == 6
-    assert all(isinstance(prompt, list) and prompt[-1]["role"] == "user" for prompt in served.chats) and served.chats
+    assert served.chats and all(prompt[-1]["role"] == "user" for prompt in served.chats)
     tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
     asked = tmp_path / "tools.jsonl"
     asked.write_text(f"{json.dumps({'turns': ['one', 'two'], 'tools': tools})}\n")
     served.tools.clear()
-    assert (
-        measure(served, asked, tmp_path / "out")[0] == 0
-        and served.tools
-        and all(given == tools for given in served.tools)
-    )
+    assert measure(prompts=asked)[0] == 0
+    assert served.tools and all(given == tools for given in served.tools)
 
 
 def test_the_last_round_is_cut_where_the_answer_ends() -> None:

@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,12 +27,12 @@ from eval.servers.rounded_target import AS_HERE, Precision, hadamard, log_probab
 from heads.registry import build_head
 from heads.targets.frozen_target import FrozenTarget
 from heads.targets.load import load_target
+from tests.support.annotations import Capture, Patch
 from tests.support.small_targets import make_target
 
 ROOT = Path(__file__).resolve().parents[3]
 PROMPTS = [[0, 100, 90, 80]]
-NEW = 100
-DEPTH = 3
+NEW, DEPTH = 100, 3
 
 
 @pytest.fixture(scope="module")
@@ -78,9 +77,7 @@ def conclude(target: FrozenTarget, head: Any, answers: list[EngineAnswer], **eng
         ({"num_layers": 2, "block_size": 4}, "the engine: the first layer's norm of keys is applied in every layer"),
     ],
 )
-def test_what_reproduces_the_engines_counts_is_named(
-    settings: dict[str, Any], cause: str, target: FrozenTarget
-) -> None:
+def test_what_reproduces_the_engines_counts_is_named(settings: Any, cause: str, target: FrozenTarget) -> None:
     head = (dflash if "block_size" in settings else eagle3)(target, **settings)
     whole = ladder(target, head)
     name = cause.partition(": ")[2]
@@ -118,17 +115,13 @@ def test_the_bound_at_which_drafts_end_is_found(target: FrozenTarget) -> None:
         sure = [p >= bound for p in probabilities[:DEPTH]]
         length = min([*sure, False].index(False), new_tokens - at - 2)
         accepted = min(output.accepted[0], length)
-        rounds, drafted = rounds + (length > 0), drafted + length
-        for position in range(accepted):
-            by_position[position] += 1
-        at += accepted + 1
-    answers = [EngineAnswer(text, rounds, drafted, sum(by_position), by_position)]
+        rounds, drafted, at = rounds + (length > 0), drafted + length, at + accepted + 1
+        by_position = [count + (position < accepted) for position, count in enumerate(by_position)]
     assert 0 < drafted < rounds * DEPTH
     del head.new_state
-    whole.asked.answers = answers
-    _, answer = climb(whole)
+    whole.asked.answers = [EngineAnswer(text, rounds, drafted, sum(by_position), by_position)]
     named = r"the engine: its drafts end before a token less likely than about ([.0-9]+) .* as in the engine$"
-    found = re.match(named, answer)
+    found = re.match(named, climb(whole)[1])
     assert found is not None and float(found[1]) == pytest.approx(bound, abs=0.02)
 
 
@@ -180,38 +173,37 @@ def steps_of(engine: Engine) -> Callable[[Sequence[int], Sequence[int]], list[St
     return steps
 
 
+def narrow(family: str) -> FrozenTarget:
+    return make_target(family, torch.float32, head_dim=16, num_hidden_layers=8)
+
+
+def rounded(target: FrozenTarget, engine: FrozenTarget, keys: str, values: str) -> tuple[Precision, str]:
+    """The precision of the engine's cache, and what is concluded from its counts and probabilities."""
+    whole = replace(ladder(target, eagle3(target)), prompts=[[1, 40, 50, 60]], new_tokens=40)
+    precision = next(each for each in precisions("", None) if each.cache == (keys, values))
+    theirs = Engine(engine, None, whole.options())
+    round_cache(theirs, precision)
+    if engine is target:
+        whole.precision = precision
+    whole.asked.answers, whole.asked.steps = whole.run().counts, steps_of(theirs)
+    whole.precision = AS_HERE
+    return precision, climb(whole)[1]
+
+
 @pytest.mark.parametrize(("family", "cache"), [("llama", "f16 f16"), ("llama", "q8_0 q4_0"), ("olmo2", "q4_0 q4_0")])
 def test_the_precision_of_an_engines_cache_is_found_from_its_probabilities(family: str, cache: str) -> None:
     """By the native decoder and by the model's own code."""
-    keys, values = cache.split()
-    target = make_target(family, torch.float32, head_dim=16, num_hidden_layers=8)
-    asked = Asked("an engine")
-    whole = Ladder(target, eagle3(target), DEPTH, "llama.cpp", [[1, 40, 50, 60]], 40, asked)
-    whole.precision = precision = next(each for each in precisions("", None) if each.cache == (keys, values))
-    asked.answers = whole.run().counts
-    whole.precision = AS_HERE
-    engine = whole.plain()
-    round_cache(engine, precision)
-
-    asked.steps = steps_of(engine)
-    _, answer = climb(whole)
+    target = narrow(family)
+    precision, answer = rounded(target, target, *cache.split())
     assert precision.name in answer
 
 
 def test_a_cache_whose_rounding_cannot_be_reproduced_is_named_by_the_size_of_its_differences() -> None:
     """The engine's weights differ a little, so that other values are rounded up and down."""
-    target, other = (make_target("llama", torch.float32, head_dim=16, num_hidden_layers=8) for _ in range(2))
-    noise = torch.Generator().manual_seed(0)
+    other, noise = narrow("llama"), torch.Generator().manual_seed(0)
     for weight in other.model.parameters():
         weight.data *= 1 + 1e-3 * torch.randn(weight.shape, generator=noise)
-    asked = Asked("an engine")
-    whole = Ladder(target, eagle3(target), DEPTH, "llama.cpp", [[1, 40, 50, 60]], 40, asked)
-    engine = Engine(other, None, whole.options())
-    round_cache(engine, Precision(cache=("q4_0", "q4_0")))
-    asked.answers = whole.run().counts
-    asked.steps = steps_of(engine)
-    _, answer = climb(whole)
-    assert "4 bits (q4_0)" in answer
+    assert "4 bits (q4_0)" in rounded(narrow("llama"), other, "q4_0", "q4_0")[1]
 
 
 def test_the_matrix_that_turns_cached_values_turns_them_back() -> None:
@@ -258,20 +250,15 @@ def test_rounds_are_counted_as_engines_count_them(target: FrozenTarget) -> None:
     ],
 )
 def test_errors_are_one_line(
-    words: list[str],
-    fault: str,
-    tiny_run: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    words: list[str], fault: str, tiny_run: Path, tmp_path: Path, monkeypatch: Patch, capsys: Capture
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DRAFTSMITH_LLAMACPP_PYTHON", str(tmp_path / "none"))
     arguments = [str(tiny_run / "run") if word == "HEAD" else word for word in words]
     arguments += ["--max-new-tokens", "8", "--max-prompt-tokens", "96"]
     assert exit_status(lambda: parity.main(arguments)) == 2
-    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
-    assert len(errors) == 1 and fault in errors[0]
+    (error,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
+    assert fault in error
 
 
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
@@ -291,11 +278,5 @@ def test_no_server_outlives_the_process_that_started_it(end: signal.Signals, tmp
         (server,) = psutil.Process(starter.pid).children()
         starter.send_signal(end)
         starter.wait(60)
-    until = time.monotonic() + 10
-    while is_alive(server) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not is_alive(server)
-
-
-def is_alive(process: psutil.Process) -> bool:
-    return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    _, alive = psutil.wait_procs([server], timeout=10)
+    assert all(process.status() == psutil.STATUS_ZOMBIE for process in alive)

@@ -49,12 +49,9 @@ def less_of_the_likeliest(logits: Tensor) -> Tensor:
     return (without * (1 - less) / (1 - best.values)).scatter(-1, best.indices, less).log()
 
 
+FILTERED = {"temperature": 0.7, "top_k": 8, "top_p": 0.95}
 SERVERS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Tensor], bool]] = {
-    "honest": (
-        {"temperature": 0.7, "top_k": 8, "top_p": 0.95},
-        lambda z: log_p(z, temperature=0.7, top_k=8, top_p=0.95),
-        True,
-    ),
+    "honest": (FILTERED, lambda z: log_p(z, **FILTERED), True),
     "in bfloat16": ({"temperature": 1.0, "top_k": 8}, lambda z: log_p(z.bfloat16(), temperature=1.0, top_k=8), True),
     "the temperature twice": ({"temperature": 0.7}, lambda z: log_p(z, temperature=0.49), False),
     "without its top-k": ({"temperature": 1.0, "top_k": 8}, lambda z: log_p(z, temperature=1.0), False),
@@ -76,7 +73,7 @@ def test_a_server_that_lies_is_refused_and_an_honest_one_is_not(server: str, log
 
 
 def test_penalties_count_the_text_before_each_token(logits: Tensor) -> None:
-    excess = []
+    excess, sampling = [], Sampling(temperature=1.0, frequency_penalty=1.5)
     for penalty in (1.5, 0.0):
         draws = torch.Generator().manual_seed(0)
         counts = torch.zeros(VOCABULARY)
@@ -85,9 +82,5 @@ def test_penalties_count_the_text_before_each_token(logits: Tensor) -> None:
             token = int((row - penalty * counts).softmax(dim=-1).multinomial(1, generator=draws))
             counts[token] += 1
             text.append(token)
-        excess.append(
-            compare_draws(
-                target_of(logits), [PROMPT], [text], Sampling(temperature=1.0, frequency_penalty=1.5)
-            ).excess()
-        )
+        excess.append(compare_draws(target_of(logits), [PROMPT], [text], sampling).excess())
     assert excess[0] <= 1 < excess[1]
