@@ -1,6 +1,7 @@
 """Heads of other projects draft what the same weights draft in ours, and training starts from them."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,6 @@ def test_layers_by_number_and_the_targets_own_tensors(target: FrozenTarget, tmp_
     embed: Any = target.shared.embed_tokens
     weights = forms.layers_0(head.to_checkpoint()) | {"embed_tokens.weight": embed.weight.bfloat16()}
     del weights["t2d"]
-    drafts_equal(read_published(write(tmp_path / "nvidia", forms.RAW, weights), target), head, target)
     # NeMo Automodel: a prefix but for the output head, and as many layers in config.json as the target has.
     weights = {name if name in ("lm_head.weight", "d2t") else f"model.{name}": weights[name] for name in weights}
     config = forms.RAW | {"architectures": ["LlamaEagle3DraftModel"], "num_hidden_layers": 8}
@@ -114,24 +114,23 @@ def test_a_pickle_is_read_only_by_its_name(target: FrozenTarget, tmp_path: Path)
     assert "pytorch_model.bin" in refused(read_published, f"{path}/pytorch_model.bin", target)
 
 
-def theirs_of_vllm(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {
-        f"lm_heads.{name[0]}.weight" if name[2] == "1" else f"blocks.{name[0]}.layers.{name[2]}.{name[11:]}": value
-        for name, value in weights.items()
-    }
+def of_vllm(name: str) -> str:
+    return f"lm_heads.{name[0]}.weight" if name[2] == "1" else f"blocks.{name[0]}.layers.{name[2]}.{name[11:]}"
 
 
-@pytest.mark.parametrize("form", ["safetensors", "pickle", "prefixed", "vLLM"])
+OWN: dict[str, Any] = {"medusa_num_heads": 3, "medusa_num_layers": 1}
+MEDUSAS: dict[str, tuple[dict[str, Any], Callable[[str], str], str]] = {
+    "safetensors": (OWN, str, "medusa_lm_head.safetensors"),
+    "pickle": (OWN, str, "medusa_lm_head.pt"),
+    "prefixed": (OWN, "medusa_head.{}".format, "medusa_lm_head.safetensors"),
+    "vLLM": ({"num_heads": 3, "model_type": "medusa"}, of_vllm, "model.safetensors"),
+}
+
+
+@pytest.mark.parametrize("form", MEDUSAS)
 def test_medusas_layouts(form: str, target: FrozenTarget, tmp_path: Path) -> None:
-    head, file = medusa(), "medusa_lm_head.safetensors"
-    weights = head.to_checkpoint()
-    config: dict[str, Any] = {"medusa_num_heads": 3, "medusa_num_layers": 1}
-    if form == "pickle":
-        file = "medusa_lm_head.pt"
-    if form == "prefixed":
-        weights = {f"medusa_head.{name}": value for name, value in weights.items()}
-    if form == "vLLM":
-        weights, file, config = theirs_of_vllm(weights), "model.safetensors", {"num_heads": 3, "model_type": "medusa"}
+    (config, named, file), head = MEDUSAS[form], medusa()
+    weights = {named(name): value for name, value in head.to_checkpoint().items()}
     path = write(tmp_path / "head", config, weights, file)
     found = read_published(f"{path}/{file}" if form == "pickle" else path, target)
     drafts_equal(found, head, target)

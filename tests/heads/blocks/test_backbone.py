@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.functional import pad
 
-from heads.blocks.backbone import BlockState, DraftBlockHead
+from heads.blocks.backbone import DraftBlockHead
 from heads.blocks.block_attention import (
     AttentionWindow,
     Blocks,
@@ -38,7 +38,6 @@ from tests.support.small_heads import (
     BLOCK_HEADS,
     BLOCK_SIZES,
     greedy,
-    observe,
     random_batch,
     rope,
     seen,
@@ -224,9 +223,8 @@ def plain_lattice_loss(head: LiLiCorr, logits: Tensor, p: Tensor, label: int) ->
     if kept[label]:
         others = kept.clone()
         others[label] = False
-        loss = (
-            loss + config.lattice_margin_weight * (config.lattice_margin - logits[label] + logits[others].max()).relu()
-        )
+        margin = config.lattice_margin - logits[label] + logits[others].max()
+        loss = loss + config.lattice_margin_weight * margin.relu()
         gaps = (p[label].log() - p.log()).clamp_min(0)
         loss = loss + config.lattice_penalty_weight * (logq.exp() * gaps)[kept].sum()
     return loss
@@ -495,11 +493,6 @@ def tiles(seen: Tensor) -> Tensor:
 # Drafting
 
 
-def new_state(head: DraftBlockHead, batch: Batch, shape: str) -> BlockState:
-    B, T = batch.tokens.shape
-    return head.new_state(batch.shared, batch_size=B, capacity=T + 8, shape=parse_shape(shape))
-
-
 DRAFTING: list[tuple[str, dict[str, Any]]] = [
     ("dflash", {}),
     ("dflash", {"causal": True}),
@@ -563,7 +556,7 @@ def test_a_nodes_score_is_the_sum_of_log_q_along_its_path(kind: str, changes: di
 
 @pytest.mark.parametrize(("kind", "count"), [("dflash2", 12), ("lilicorr", 4)])
 def test_no_tree_has_more_children_of_a_node_than_there_are_candidates(kind: str, count: int) -> None:
-    said = refused(new_state, make_head(kind), make_batch([[20]]), f"tree:2x{count + 1}x{count + 2}")
+    said = refused(seen, make_head(kind), make_batch([[20]]), f"tree:2x{count + 1}x{count + 2}", [9])
     assert f"{count + 1} children of a node, the head drafts {count} tokens" in said
 
 
@@ -576,34 +569,6 @@ def test_the_confidence_of_dspark_reads_the_token_before() -> None:
     before = head.markov_head.markov_w1.weight[tokens[0, :-1]]
     wanted = torch.cat([plain_block(head, batch, 0, 9, 3), before], 1) @ proj.weight[0] + proj.bias
     torch.testing.assert_close(head.confidence(state, tokens)[0], wanted.detach())
-
-
-@pytest.mark.parametrize("kind", BLOCK_HEADS)
-def test_hits_of_chains_are_what_is_drafted(kind: str) -> None:
-    """At every root, as long as the drafts are the text's own."""
-    head, batch = make_head(kind), make_batch([[20]])
-    for anchor in range(4, 16):
-        state = seen(head, batch, "chain:3", [anchor])
-        state.root.copy_(batch.tokens[:, anchor])
-        drafted = head.propose(state, greedy).tokens[0, 1:]
-        text = batch.tokens.clone()
-        text[0, anchor + 1 : anchor + 4] = drafted
-        told = dataclasses.replace(batch, tokens=text, embeddings=batch.shared.embed_tokens(text))
-        assert head.chain_hits(told, 3)[:, 0, anchor - 1].all()
-
-
-def test_observing_in_pieces_equals_observing_at_once() -> None:
-    """Rounds observe a ragged handful of positions at a time, with padding behind; no block stays in the cache."""
-    head, batch = make_head("dspark"), make_batch([[20], [20]])
-    whole = head.propose(seen(head, batch, "chain:4", [12, 12]), greedy)
-    state, start = new_state(head, batch, "chain:4"), torch.zeros(2, dtype=torch.int64)
-    for counts in ([5, 2], [1, 4], [4, 1], [2, 4], [0, 1]):
-        observe(head, state, batch, start.clone(), torch.tensor(counts), 5)
-        head.propose(state, greedy)
-        start += torch.tensor(counts)
-    pieces = head.propose(state, greedy)
-    assert torch.equal(whole.tokens, pieces.tokens)
-    torch.testing.assert_close(whole.scores, pieces.scores)
 
 
 # Settings

@@ -2,13 +2,16 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from heads.core.contract import Batch
 from heads.core.tree import parse_shape
 from heads.methods.state_recycling import Recycling
+from tests.heads.blocks.test_backbone import make_head
 from tests.support.refusals import refused
 from tests.support.small_heads import (
     eagle3_head,
@@ -42,11 +45,9 @@ MAKERS: dict[str, Make] = {
 each_form = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS.keys())
 
 
-@each_form
-def test_a_drafting_step_is_a_training_step(make: Make) -> None:
+def drafts_as_it_trains(head: Recycling, batch: Batch, lengths: list[int], close: Callable[..., None]) -> None:
     """Let training see the tokens that the draft chose: every state that drafting reads out is the one that training
-    trains; also where the prompt is shorter than the modules are many, and past the steps trained."""
-    head, batch, lengths = make(), random_batch([[20], [20], [20]]), [9, 13, 1]
+    trains, also past the steps trained."""
     state = seen(head, batch, "chain:6", lengths)
     read: list[Tensor] = []
     state.lm_head.register_forward_pre_hook(lambda _, given: read.append(given[0]))
@@ -57,13 +58,21 @@ def test_a_drafting_step_is_a_training_step(make: Make) -> None:
     assert len(read) == 6
     for drafted, trained in zip(read, head.unroll(with_tokens(batch, tokens), 6), strict=True):
         for b, n in enumerate(lengths):
-            torch.testing.assert_close(drafted[b, 0], trained[b, n - 1])
+            close(drafted[b, 0], trained[b, n - 1])
 
 
 @each_form
-def test_observing_in_pieces_equals_observing_at_once(make: Make) -> None:
-    """Rounds observe a ragged handful of positions at a time, with padding behind; nothing of it may be seen later."""
-    head, batch, shape = make(), random_batch([[20], [20]]), "tree:4x3x15"
+def test_a_drafting_step_is_a_training_step(make: Make) -> None:
+    """Also where the prompt is shorter than the modules are many."""
+    drafts_as_it_trains(make(), random_batch([[20], [20], [20]]), [9, 13, 1], torch.testing.assert_close)
+
+
+@pytest.mark.parametrize("make", [*MAKERS.values(), lambda: make_head("dspark")], ids=[*MAKERS, "a block"])
+def test_observing_in_pieces_equals_observing_at_once(make: Callable[[], Any]) -> None:
+    """Rounds observe a ragged handful of positions at a time, with padding behind; nothing of it may be seen later, nor
+    of what was drafted in between."""
+    head, shape = make(), "tree:4x3x15"
+    batch = random_batch([[20], [20]], num_aux_layers=len(head.aux_layer_ids))
     whole = head.propose(seen(head, batch, shape, [12, 12]), greedy)
     state = head.new_state(batch.shared, batch_size=2, capacity=28, shape=parse_shape(shape))
     start = torch.zeros(2, dtype=torch.int64)
