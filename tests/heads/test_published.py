@@ -1,7 +1,6 @@
 """Heads of other projects draft what the same weights draft in ours, and training starts from them."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -114,23 +113,22 @@ def test_a_pickle_is_read_only_by_its_name(target: FrozenTarget, tmp_path: Path)
     assert "pytorch_model.bin" in refused(read_published, f"{path}/pytorch_model.bin", target)
 
 
-def of_vllm(name: str) -> str:
-    return f"lm_heads.{name[0]}.weight" if name[2] == "1" else f"blocks.{name[0]}.layers.{name[2]}.{name[11:]}"
+def theirs_of_vllm(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {
+        f"lm_heads.{name[0]}.weight" if name[2] == "1" else f"blocks.{name[0]}.layers.{name[2]}.{name[11:]}": value
+        for name, value in weights.items()
+    }
 
 
-OWN: dict[str, Any] = {"medusa_num_heads": 3, "medusa_num_layers": 1}
-MEDUSAS: dict[str, tuple[dict[str, Any], Callable[[str], str], str]] = {
-    "safetensors": (OWN, str, "medusa_lm_head.safetensors"),
-    "pickle": (OWN, str, "medusa_lm_head.pt"),
-    "prefixed": (OWN, "medusa_head.{}".format, "medusa_lm_head.safetensors"),
-    "vLLM": ({"num_heads": 3, "model_type": "medusa"}, of_vllm, "model.safetensors"),
-}
-
-
-@pytest.mark.parametrize("form", MEDUSAS)
+@pytest.mark.parametrize("form", ["safetensors", "pickle", "prefixed", "vLLM"])
 def test_medusas_layouts(form: str, target: FrozenTarget, tmp_path: Path) -> None:
-    (config, named, file), head = MEDUSAS[form], medusa()
-    weights = {named(name): value for name, value in head.to_checkpoint().items()}
+    head, file = medusa(), "medusa_lm_head.pt" if form == "pickle" else "medusa_lm_head.safetensors"
+    weights = head.to_checkpoint()
+    config: dict[str, Any] = {"medusa_num_heads": 3, "medusa_num_layers": 1}
+    if form == "prefixed":
+        weights = {f"medusa_head.{name}": value for name, value in weights.items()}
+    if form == "vLLM":
+        weights, file, config = theirs_of_vllm(weights), "model.safetensors", {"num_heads": 3, "model_type": "medusa"}
     path = write(tmp_path / "head", config, weights, file)
     found = read_published(f"{path}/{file}" if form == "pickle" else path, target)
     drafts_equal(found, head, target)
