@@ -11,7 +11,7 @@ from heads.core.contract import Batch
 from heads.methods.eagle3 import Eagle3
 from heads.parts.initial_weights import UNSURE
 from tests.support.refusals import refused
-from tests.support.small_heads import eagle3_head, loss_agrees, probe_of, random_batch, rope, seen
+from tests.support.small_heads import eagle3_head, loss_agrees, probe_of, random_batch, rope
 
 
 def by_head(x: Tensor, d: int) -> Tensor:
@@ -110,7 +110,3 @@ def test_initialise_starts_from_the_target_at_unit_size(fc_norm: bool) -> None:
     assert torch.equal(head.norm.weight, UNSURE * probe.norm)
     fused = head.fuse(batch.aux_hidden_states * scales.repeat_interleave(16))
     assert 0.8 < float(fused.detach().square().mean().sqrt()) < 1.3
-
-
-def test_a_draft_as_long_as_the_window_is_refused() -> None:
-    assert "chain:7" in refused(seen, eagle3_head(sliding_window=7), random_batch([[20]]), "chain:7", [9])

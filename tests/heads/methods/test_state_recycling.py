@@ -9,8 +9,10 @@ import torch
 
 from heads.core.contract import Batch
 from heads.core.tree import parse_shape
+from heads.methods.medusa import Medusa
 from heads.methods.state_recycling import Recycling
-from tests.heads.blocks.test_backbone import make_head
+from tests.heads.blocks import test_backbone
+from tests.heads.methods import test_draft_model, test_medusa
 from tests.support.refusals import refused
 from tests.support.small_heads import (
     eagle3_head,
@@ -78,12 +80,20 @@ def test_a_drafting_step_is_a_training_step(shape: str, make: Make) -> None:
     scores_are_those_of_training(make(), random_batch([[20], [20], [20]]), shape, [9, 13, 1])
 
 
-@pytest.mark.parametrize("make", [*MAKERS.values(), lambda: make_head("dspark")], ids=[*MAKERS, "a block"])
+OTHERS: dict[str, Callable[[], Any]] = {
+    "a block": lambda: test_backbone.make_head("dspark"),
+    "medusa": lambda: test_medusa.make_head(depth=4),
+    "a draft model": lambda: test_draft_model.make_head(test_draft_model.make_target()),
+}
+
+
+@pytest.mark.parametrize("make", [*MAKERS.values(), *OTHERS.values()], ids=[*MAKERS, *OTHERS])
 def test_observing_in_pieces_equals_observing_at_once(make: Callable[[], Any]) -> None:
     """Rounds observe a ragged handful of positions at a time, with padding behind; nothing of it may be seen later, nor
     of what was drafted in between."""
     head, shape = make(), "tree:4x3x15"
-    batch = random_batch([[20], [20]], num_aux_layers=len(head.aux_layer_ids))
+    sizes = {"width": 8, "vocab": 20} if isinstance(head, Medusa) else {}
+    batch = random_batch([[20], [20]], num_aux_layers=len(head.aux_layer_ids), **sizes)
     whole = head.propose(seen(head, batch, shape, [12, 12]), greedy)
     state = head.new_state(batch.shared, batch_size=2, capacity=28, shape=parse_shape(shape))
     start = torch.zeros(2, dtype=torch.int64)
@@ -96,8 +106,9 @@ def test_observing_in_pieces_equals_observing_at_once(make: Callable[[], Any]) -
     torch.testing.assert_close(whole.scores, pieces.scores)
 
 
-def test_a_tree_wider_than_the_draft_vocabulary_is_refused() -> None:
+def test_a_tree_wider_than_the_draft_vocabulary_and_a_draft_as_long_as_the_window_are_refused() -> None:
     assert "tree:2x25x40" in refused(seen, eagle3_head(), random_batch([[20]]), "tree:2x25x40", [9])
+    assert "chain:7" in refused(seen, eagle3_head(sliding_window=7), random_batch([[20]]), "chain:7", [9])
 
 
 @each_form
