@@ -52,9 +52,7 @@ def test_a_product_is_that_of_float64(narrow: bool, with_c: bool, threads: int) 
 def test_without_a_compiler_onednn_computes(caplog: pytest.LogCaptureFixture) -> None:
     with without_c(), caplog.at_level(logging.INFO, "draftsmith"):
         assert load() is None and load() is None
-    assert [record.message for record in caplog.records] == [
-        "no C compiler found: products on this CPU take oneDNN, which is slower"
-    ]
+    assert caplog.messages == ["no C compiler found: products on this CPU take oneDNN, which is slower"]
 
 
 def test_a_compiler_that_fails_is_no_obstacle(

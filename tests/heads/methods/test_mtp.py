@@ -60,10 +60,8 @@ def plain_states(config: MtpConfig, batch: Batch, weights: dict[str, Tensor]) ->
                     continue
                 position, theta = batch.positions[b, t : t + 1] + k - 1, config.rope_theta
                 zeroed = int(position) == 0 and config.layout != "qwen"  # as the engines' classes of the others do
-                parts = [
-                    norm(batch.embeddings[b, t + k] * (not zeroed), "token_layernorm"),
-                    norm(states[b, t], "hidden_layernorm"),
-                ]
+                token = batch.embeddings[b, t + k] * (not zeroed)
+                parts = [norm(token, "token_layernorm"), norm(states[b, t], "hidden_layernorm")]
                 x = w["input_proj.weight"] @ torch.cat(parts[::-1] if config.layout == "mimo" else parts)
                 y = norm(x, "block.input_layernorm")
                 q, key = (rope(attended(y, name), position, theta) for name in "qk")
