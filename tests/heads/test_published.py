@@ -25,13 +25,9 @@ from tests.support.refusals import refused
 from tests.support.small_heads import greedy, seen, target_batch
 
 BLOCKS = {
-    "dflash": forms.ZLAB,
-    "dflash2": forms.ZLAB2,
-    "dspark": forms.DEEPSPEC,
-    "lilicorr": forms.LILICORR,
-    "xpress": forms.XPRESS,
-    "domino": forms.DOMINO,
-}
+    "dflash": forms.ZLAB, "dflash2": forms.ZLAB2, "dspark": forms.DEEPSPEC, "lilicorr": forms.LILICORR,
+    "xpress": forms.XPRESS, "domino": forms.DOMINO,
+}  # fmt: skip
 """kind -> config.json of a published head."""
 
 
@@ -40,20 +36,12 @@ def test_layers_by_number_and_the_targets_own_tensors(target: FrozenTarget, tmp_
     embed: Any = target.shared.embed_tokens
     weights = forms.layers_0(head.to_checkpoint()) | {"embed_tokens.weight": embed.weight.bfloat16()}
     del weights["t2d"]
-    drafts_equal(read_published(write(tmp_path / "nvidia", forms.RAW, weights), target), head, target)
     # NeMo Automodel: a prefix but for the output head, and as many layers in config.json as the target has.
     weights = {name if name in ("lm_head.weight", "d2t") else f"model.{name}": weights[name] for name in weights}
     config = forms.RAW | {"architectures": ["LlamaEagle3DraftModel"], "num_hidden_layers": 8}
     found = read_published(write(tmp_path / "automodel", config, weights), target)
     drafts_equal(found, head, target)
     assert any("make 8 layers by num_hidden_layers" in line for line in found.origin.differs)
-
-
-def test_a_draft_vocabulary_in_any_order_is_read(target: FrozenTarget, tmp_path: Path) -> None:
-    head = eagle3()
-    weights, order = head.to_checkpoint(), torch.randperm(48, generator=torch.Generator().manual_seed(2))
-    weights |= {"d2t": head.draft_to_target[order] - torch.arange(48), "lm_head.weight": head.lm_head.weight[order]}
-    drafts_equal(read_published(write(tmp_path / "raw", forms.RAW, weights), target), head, target)
 
 
 @pytest.mark.parametrize("config", [forms.SPECULATORS_DFLASH, forms.SPECULATORS_DSPARK], ids=["dflash", "dspark"])
@@ -91,9 +79,7 @@ def test_the_targets_output_head_is_borrowed(size: int | None, target: FrozenTar
 
 
 @pytest.mark.parametrize("name", ["input_layernorm", "hidden_norm"])
-def test_each_engine_has_its_own_name_for_the_norm_before_a_further_layer(
-    name: str, target: FrozenTarget, tmp_path: Path
-) -> None:
+def test_each_engine_names_the_norm_of_a_further_layer_its_way(name: str, target: FrozenTarget, tmp_path: Path) -> None:
     head, config = eagle3(num_layers=2), forms.RAW | {"num_hidden_layers": 2}
     weights = head.to_checkpoint()
     left = weights.pop(f"layers.1.{name}.weight")
@@ -123,11 +109,9 @@ def theirs_of_vllm(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("form", ["safetensors", "pickle", "prefixed", "vLLM"])
 def test_medusas_layouts(form: str, target: FrozenTarget, tmp_path: Path) -> None:
-    head, file = medusa(), "medusa_lm_head.safetensors"
+    head, file = medusa(), "medusa_lm_head.pt" if form == "pickle" else "medusa_lm_head.safetensors"
     weights = head.to_checkpoint()
     config: dict[str, Any] = {"medusa_num_heads": 3, "medusa_num_layers": 1}
-    if form == "pickle":
-        file = "medusa_lm_head.pt"
     if form == "prefixed":
         weights = {f"medusa_head.{name}": value for name, value in weights.items()}
     if form == "vLLM":

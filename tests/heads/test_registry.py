@@ -18,6 +18,7 @@ from tests.support.closeness import assert_close
 from tests.support.refusals import refused
 
 COUNTS = torch.arange(128)
+KINDS = "eagle3", "medusa", "mtp"
 LENGTH = {"original_max_position_embeddings": 64}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **LENGTH}
 YARN = {"rope_type": "yarn", "factor": 2.0, "beta_fast": 32.0, "beta_slow": 1.0, **LENGTH}
@@ -42,32 +43,20 @@ def test_what_the_recipe_says_holds(target: FrozenTarget) -> None:
     assert head.fc.weight.shape == (32, 64)
 
 
-def test_a_new_head_reads_out_as_the_target_does(target: FrozenTarget) -> None:
-    """Its norm and output head on the target's last residual stream give the target's own logits, less sure."""
-    with torch.no_grad():
-        target.model.model.norm.weight.uniform_(0.5, 2.0)
-        head = build_head("eagle3", {"draft_vocab_size": 40}, target, COUNTS)
-        tokens, where = torch.randint(6, 128, (1, 9)), torch.arange(9)[None]
-        features = target.packed_features(tokens, where, torch.zeros_like(where), [8])
-        drafted = head.lm_head(head.norm(features.aux_hidden_states))
-        assert_close(drafted, UNSURE * target.shared.lm_head(features.hidden)[..., head.draft_to_target])
-
-
-def test_a_new_head_knows_the_familys_scale_of_logits() -> None:
-    """Granite divides its logits by a constant, and a head's own output head has none."""
+def test_a_new_head_reads_out_as_the_target_does() -> None:
+    """Less sure. Granite divides its logits by a constant, and a head's own output head has none."""
     target = FrozenTarget(make_model("granite", vocab_size=128, num_hidden_layers=8, logits_scaling=8.0), "granite")
     target.check()
     tokens, where = torch.randint(6, 128, (1, 9)), torch.arange(9)[None]
     with torch.no_grad():
+        norm = target.base.get_submodule("norm").get_parameter("weight").uniform_(0.5, 2.0)
         features = target.packed_features(tokens, where, torch.zeros_like(where), [8])
         distribution = UNSURE * target.shared.lm_head(features.hidden)
-        eagle, medusa, mtp = (build_head(kind, {}, target, COUNTS) for kind in ("eagle3", "medusa", "mtp"))
-        torch.testing.assert_close(eagle.lm_head(eagle.norm(features.aux_hidden_states)), distribution)
-        torch.testing.assert_close(medusa.logits(features.hidden, 0), distribution)
-        torch.testing.assert_close(
-            mtp.logits(features.hidden * mtp.mtp_layers[0].final_layernorm.weight, mtp.lm_head_weight(target.shared)),
-            distribution,
-        )
+        eagle, medusa, mtp = (build_head(kind, {"draft_vocab_size": 40}, target, COUNTS) for kind in KINDS)
+        last = features.hidden * mtp.mtp_layers[0].final_layernorm.weight / norm.square().mean().sqrt()
+        drafted = eagle.lm_head(eagle.norm(features.aux_hidden_states)), medusa.logits(features.hidden, 0)
+        for logits in (*drafted, mtp.logits(last, mtp.lm_head_weight(target.shared))):
+            assert_close(logits, distribution[..., eagle.draft_to_target])
 
 
 LONGROPE: dict[str, Any] = {"rope_type": "longrope", **LENGTH}
@@ -90,11 +79,7 @@ IMPOSSIBLE: list[tuple[str, dict[str, Any], str]] = [
     ("eagle3", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_scaling.rope_type: dynamic angles"),
     ("eagle3", {"rope_scaling": {"factor": 2.0}}, "rope_scaling.rope_type: expected one of default"),
     ("eagle3", {"rope_scaling": {"rope_type": "linear", "factor": 0}}, "rope_scaling.factor: expected a number"),
-    (
-        "dflash",
-        {"rope_scaling": {**LONGROPE, "short_factor": [1.0] * 3}},
-        "rope_scaling.short_factor: expected 4 .* got 3",
-    ),
+    ("dflash", {"rope_scaling": LONGROPE | {"short_factor": [1.0] * 3}}, "rope_scaling.short_factor: .* 4 .* got 3"),
     ("eagle3", {"rope_scaling": {**LONGROPE, "long_factor": 2.0}}, "rope_scaling.long_factor: .* got 2.0"),
     ("mtp", {"num_modules": 5}, "num_modules: expected at most depth"),
     ("mtp", {"layout": "qwen", "num_modules": 2}, "num_modules: expected 1"),
@@ -115,12 +100,6 @@ IMPOSSIBLE: list[tuple[str, dict[str, Any], str]] = [
 @pytest.mark.parametrize(("kind", "settings", "key"), IMPOSSIBLE)
 def test_impossible_settings_are_named(kind: str, settings: dict[str, Any], key: str, target: FrozenTarget) -> None:
     assert re.match(rf"head\.{key}", refused(build_head, kind, settings, target, COUNTS))
-
-
-def test_a_shallow_target_needs_aux_layers() -> None:
-    shallow = FrozenTarget(make_model("llama"), "shallow")
-    assert "name them, as in head.aux_layer_ids" in refused(build_head, "eagle3", {}, shallow, torch.ones(40))
-    assert build_head("eagle3", {"aux_layer_ids": [1, 2, 4]}, shallow, torch.ones(40)).aux_layer_ids == (1, 2, 4)
 
 
 def test_a_target_of_two_widths_is_refused() -> None:
@@ -152,19 +131,14 @@ SCALED: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize(("family", "scaling"), SCALED.values(), ids=SCALED.keys())
 def test_new_heads_have_the_targets_positions(family: str, scaling: dict[str, Any]) -> None:
-    """In the runtime, and in both engines, which read config.json as transformers does."""
+    """Also in both engines, which read config.json as transformers does."""
     sizes: dict[str, Any] = dict(hidden_size=32, num_attention_heads=4, num_hidden_layers=8)
     sizes |= dict(max_position_embeddings=512, original_max_position_embeddings=64)
-    model: Any = make_model(family, **sizes, rope_parameters={"rope_theta": 5e4, **scaling})
-    target = FrozenTarget(model, family)
-    positions = torch.arange(64)[None]
-    cos, sin = model.model.rotary_emb(torch.zeros(1), positions)
+    target = FrozenTarget(make_model(family, **sizes, rope_parameters={"rope_theta": 5e4, **scaling}), family)
     for kind in ("eagle3", "mtp", "dflash", "dspark"):
         settings = {"mask_token_id": 3} if kind.startswith("d") else {}
         head = build_head(kind, settings, target, torch.zeros(target.vocab_size))
         assert head.config.rope_scaling == scaling and head.config.max_position_embeddings == 512
-        ours = head.cos_sin(positions, torch.float32)
-        assert torch.equal(ours[0][:, 0], cos) and torch.equal(ours[1][:, 0].abs(), sin.abs())
         if kind != "mtp":  # its config.json is the target's
             said = HEADS[kind].format.engine_config(head.config, target_record(target), "float32")
             read = AutoConfig.for_model(**said).rope_parameters
@@ -197,10 +171,8 @@ def test_other_positions_than_the_targets_claim_the_length_that_they_hold_for() 
         ("dflash", 4, 0.5, [1.0, 1.5]),
     ],
 )
-def test_a_head_of_another_width_has_the_factors_of_its_own_frequencies(
-    kind: str, width: int | None, part: float, factors: list[float]
-) -> None:
-    """LongRoPE has one for each frequency that the target's heads turn."""
+def test_factors_are_of_a_heads_frequencies(kind: str, width: int | None, part: float, factors: list[float]) -> None:
+    """LongRoPE has one for each frequency that the target's heads turn, which may be wider."""
     longrope = LONGROPE | ({"short_factor": [1.0, 1.5], "long_factor": [1.0, 8.0]} if part < 1 else {})
     sizes: dict[str, Any] = dict(hidden_size=32, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=8)
     sizes |= dict(max_position_embeddings=512, original_max_position_embeddings=64, head_dim=8)
@@ -224,8 +196,7 @@ def test_positions_that_are_plain_for_a_head() -> None:
 
 
 def test_rope_theta_is_found_wherever_it_is_kept() -> None:
-    assert rope_theta(SimpleNamespace()) == 1e4
-    assert rope_theta(SimpleNamespace(rope_parameters=None)) == 1e4
+    assert rope_theta(SimpleNamespace()) == rope_theta(SimpleNamespace(rope_parameters=None)) == 1e4
     assert rope_theta(SimpleNamespace(rope_parameters={"rope_type": "default", "rope_theta": 5e5})) == 5e5
     by_layer = {"sliding_attention": {"rope_theta": 1e4}, "full_attention": {"rope_theta": 1e6}}
     assert rope_theta(SimpleNamespace(rope_parameters=by_layer)) == 1e6

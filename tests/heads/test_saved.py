@@ -143,26 +143,20 @@ def test_tampered_weights(name: str, change: Callable[[Any], Tensor | None], wor
     assert re.search(words, text) and str(folder) in text
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
+def test_configs_that_are_not_ours_and_damaged_ones(folder: Path) -> None:
+    record = read_config(folder)
+    for changes in ({"rms_norm_eps": "a"}, {"surplus": 1}):
+        change_config(folder, draftsmith=record | {"config": record["config"] | changes})
+        text = refused(load_head, folder)
+        assert str(folder) in text and f"draftsmith.config.{min(changes)}" in text
+    for text, words in (
         ("{", "not a JSON object"),
         ("[]", "not a JSON object"),
         ('{"draftsmith": {"kind": "other"}}', "no head of a known kind"),
         ('{"draftsmith": {"kind": "eagle3", "format": 99}}', "format 99, this version reads 1"),
-    ],
-)
-def test_configs_that_are_not_ours(text: str, words: str, folder: Path) -> None:
-    (folder / "config.json").write_text(text)
-    assert words in refused(load_head, folder)
-
-
-@pytest.mark.parametrize("changes", [{"rms_norm_eps": "a"}, {"surplus": 1}])
-def test_damaged_configs(changes: dict[str, Any], folder: Path) -> None:
-    record = read_config(folder)
-    change_config(folder, draftsmith=record | {"config": record["config"] | changes})
-    text = refused(load_head, folder)
-    assert str(folder) in text and f"draftsmith.config.{min(changes)}" in text
+    ):
+        (folder / "config.json").write_text(text)
+        assert words in refused(load_head, folder)
 
 
 def test_where_there_is_no_head(tmp_path: Path) -> None:
@@ -173,14 +167,11 @@ def test_where_there_is_no_head(tmp_path: Path) -> None:
 def test_a_head_fits_targets_of_the_shape_of_its_own(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Another copy, such as a quantised one or a fine-tune, is said: what is measured is of that copy."""
     same = TARGET | {"name": "this-target", "dtype": torch.float32, "identity": TARGET}
-    check_fits(folder, cast(Any, SimpleNamespace(**same)))
-    assert not caplog.records
-    for identity in (TARGET | {"fingerprint": "beef"}, TARGET | {"fingerprint": "feed-int8"}):
-        check_fits(folder, cast(Any, SimpleNamespace(**same | {"identity": identity})))
-    assert [record.message.partition(" (")[2].partition(")")[0] for record in caplog.records] == [
-        "other weights, of fingerprint beef for f00d",
-        "other weights, of fingerprint feed for f00d",
-    ]
+    for fingerprint in ("f00d", "beef", "feed-int8"):
+        identity = {"identity": TARGET | {"fingerprint": fingerprint}}
+        check_fits(folder, cast(Any, SimpleNamespace(**same | identity)))
+    said = [message.partition(" (")[2].partition(")")[0] for message in caplog.messages]
+    assert said == [f"other weights, of fingerprint {other} for f00d" for other in ("beef", "feed")]
     for change, words in (
         ({"hidden_size": 32}, "hidden size 16, but this-target has 32"),
         ({"vocab_size": 48}, "vocabulary 40, but this-target has 48"),

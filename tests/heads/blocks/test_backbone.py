@@ -11,16 +11,8 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.functional import pad
 
-from heads.blocks.backbone import BlockState, DraftBlockHead
-from heads.blocks.block_attention import (
-    AttentionWindow,
-    Blocks,
-    BlockVisibility,
-    all_blocks,
-    by_pieces,
-    by_tiles,
-    draw_blocks,
-)
+from heads.blocks.backbone import DraftBlockHead
+from heads.blocks.block_attention import AttentionWindow, BlockVisibility, all_blocks, by_pieces, by_tiles, draw_blocks
 from heads.blocks.dflash2 import DFlash2
 from heads.blocks.domino import Domino
 from heads.blocks.dspark import DSpark
@@ -32,18 +24,8 @@ from heads.parts.head_shape import spread_layer_ids
 from heads.registry import HEADS
 from heads.targets.masks import TILE
 from tests.heads.conftest import largest_tensor
-from tests.support.closeness import assert_close
 from tests.support.refusals import refused
-from tests.support.small_heads import (
-    BLOCK_HEADS,
-    BLOCK_SIZES,
-    greedy,
-    observe,
-    random_batch,
-    rope,
-    seen,
-    token_paths,
-)
+from tests.support.small_heads import BLOCK_HEADS, BLOCK_SIZES, greedy, random_batch, rope, seen, token_paths
 
 V, D = 40, 16
 SCALED = {"rope_type": "linear", "factor": 3.0}
@@ -224,9 +206,8 @@ def plain_lattice_loss(head: LiLiCorr, logits: Tensor, p: Tensor, label: int) ->
     if kept[label]:
         others = kept.clone()
         others[label] = False
-        loss = (
-            loss + config.lattice_margin_weight * (config.lattice_margin - logits[label] + logits[others].max()).relu()
-        )
+        margin = config.lattice_margin - logits[label] + logits[others].max()
+        loss = loss + config.lattice_margin_weight * margin.relu()
         gaps = (p[label].log() - p.log()).clamp_min(0)
         loss = loss + config.lattice_penalty_weight * (logq.exp() * gaps)[kept].sum()
     return loss
@@ -341,30 +322,30 @@ def plain_terms(head: DraftBlockHead, batch: Batch) -> tuple[Tensor, Tensor, Ten
     return weighted, weights, plain
 
 
+BY_LABELS = {"loss": "labels", "weights": "d_pace"}
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("dflash", {}),
     ("dflash", {"loss": "labels", "causal": True}),
     ("dflash", {"weights": "d_pace"}),
     ("dflash", {"sliding_window": 5}),
     ("dflash", {"sliding_window": 5, "layer_types": ("full_attention", "sliding_attention"), "sliding_causal": False}),
+    ("dflash", {"sliding_window": 6, "sliding_causal": False, "rope_scaling": SCALED}),
     ("dflash2", {}),
-    ("dflash2", {"loss": "labels", "weights": "d_pace", "conv_kernel_size": 3, "conv_group_size": 16}),
+    ("dflash2", {**BY_LABELS, "conv_kernel_size": 3, "conv_group_size": 16}),
     ("dflash2", {"sliding_window": 5, "conv_kernel_size": 1, "selector_top_k": 1, "selector_weight": 0.3}),
-    ("dspark", {"sliding_window": 4}),
+    ("dflash2", {"sliding_window": 6, "sliding_causal": False, "conv_kernel_size": 4}),
     ("dspark", {}),
     ("dspark", {"weights": "d_pace", "kl_weight": 0.5}),
+    ("dspark", {"sliding_window": 4, "layer_types": ("sliding_attention", "sliding_attention")}),
+    ("dspark", {"rope_scaling": SCALED}),
     ("lilicorr", {}),
-    (
-        "lilicorr",
-        {"lilicorr_candidate_topk": 16, "lilicorr_hidden_size": 16, "conv_kernel_size": 2}
-        | {"loss": "labels", "weights": "d_pace"},
-    ),
+    ("lilicorr", {**BY_LABELS, "lilicorr_candidate_topk": 16, "lilicorr_hidden_size": 12, "conv_kernel_size": 2}),
     ("xpress", {}),
-    ("xpress", {"loss": "labels", "weights": "d_pace", "consistency_passes": 1}),
-    ("xpress", {"consistency_passes": 0, "base_weight": 0.0}),
+    ("xpress", {**BY_LABELS, "consistency_passes": 1, "xpress_topc": 0, "causal": True}),
+    ("xpress", {"consistency_passes": 0, "base_weight": 0.0, "xpress_topc": 7}),
     ("domino", {}),
-    ("domino", {"loss": "labels", "weights": "d_pace", "shift_label": False, "pure_draft_prefix_len": 0}),
-    ("domino", {"base_decay": 0.1}),
+    ("domino", {**BY_LABELS, "shift_label": False, "pure_draft_prefix_len": 0}),
+    ("domino", {"base_decay": 0.1, "sliding_window": 5}),
 ]
 
 
@@ -384,13 +365,13 @@ def test_loss_and_gradients_equal_the_plain_formula(
     found.loss.backward()
     divisor = 1.0 if found.weight is None else float(found.weight)
     assert (found.weight is None) == (not head.weighs_rows)
-    torch.testing.assert_close(
-        found.loss.detach() / divisor, (weighted.sum() / weights.sum()).detach(), rtol=1e-6, atol=0
-    )
-    torch.testing.assert_close(found.sums, plain, rtol=1e-6, atol=1e-9)
+    # transformers makes scaled positions in float32
+    close: dict[str, Any] = dict(rtol=1e-4, atol=1e-5) if "rope_scaling" in changes else dict(rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(found.loss.detach() / divisor, (weighted.sum() / weights.sum()).detach(), **close)
+    torch.testing.assert_close(found.sums, plain, **close)
     for name, parameter in head.named_parameters():
         assert parameter.grad is not None
-        torch.testing.assert_close(parameter.grad / divisor, wanted[name], msg=name, rtol=1e-6, atol=1e-9)
+        torch.testing.assert_close(parameter.grad / divisor, wanted[name], msg=name, **close)
 
 
 @pytest.mark.parametrize("kind", BLOCK_HEADS)
@@ -412,17 +393,10 @@ def test_a_step_s_anchors_are_drawn_by_its_seed() -> None:
 
 def test_anchors_are_followed_by_a_label_and_labels_stay_in_their_document() -> None:
     batch = make_batch()
-    may = [
-        [
-            a
-            for a in range(1, 20)
-            if batch.documents[b, a - 1] == batch.documents[b, a + 1] and bool(batch.loss_mask[b, a + 1])
-        ]
-        for b in range(2)
-    ]
     blocks = draw_blocks(batch, 21)
-    for b in range(2):
-        assert blocks.anchors[b][blocks.live[b]].tolist() == may[b]
+    for b, documents in enumerate(batch.documents):
+        may = [a for a in range(1, 20) if documents[a - 1] == documents[a + 1] and batch.loss_mask[b, a + 1]]
+        assert blocks.anchors[b][blocks.live[b]].tolist() == may
     slots, valid = blocks.labels(batch, 3)
     for b, n in blocks.live.nonzero().tolist():
         a = int(blocks.anchors[b, n])
@@ -495,75 +469,28 @@ def tiles(seen: Tensor) -> Tensor:
 # Drafting
 
 
-def new_state(head: DraftBlockHead, batch: Batch, shape: str) -> BlockState:
-    B, T = batch.tokens.shape
-    return head.new_state(batch.shared, batch_size=B, capacity=T + 8, shape=parse_shape(shape))
-
-
-DRAFTING: list[tuple[str, dict[str, Any]]] = [
-    ("dflash", {}),
-    ("dflash", {"causal": True}),
-    ("dflash", {"sliding_window": 5}),
-    ("dflash", {"rope_scaling": SCALED, "sliding_window": 6, "sliding_causal": False}),
-    ("dflash2", {}),
-    ("dflash2", {"conv_kernel_size": 4, "sliding_window": 6, "sliding_causal": False}),
-    ("dspark", {}),
-    ("dspark", {"rope_scaling": SCALED}),
-    ("lilicorr", {"conv_kernel_size": 2, "conv_group_size": 4}),
-    ("xpress", {"causal": True}),
-    ("domino", {}),
-    ("domino", {"sliding_window": 5, "shift_label": False}),
-    ("dspark", {"sliding_window": 4, "layer_types": ("sliding_attention", "sliding_attention")}),
-]
-
-
-@pytest.mark.parametrize(("kind", "changes"), DRAFTING)
-def test_a_drafting_pass_is_a_training_pass(kind: str, changes: dict[str, Any]) -> None:
-    """At one anchor in each row, also of a chain shorter than the block."""
-    head, batch, lengths = make_head(kind, **changes), make_batch([[20], [20]]), [9, 13]
-    # transformers makes scaled positions in float32
-    limit: dict[str, Any] = dict(roundings=32, precision=torch.float32) if "rope_scaling" in changes else {}
-    for depth in (3, 2):
-        state = seen(head, batch, f"chain:{depth}", lengths)
-        rows = depth + head.config.spare_rows
-        drafted = head.draft_states(state).rows
-        anchors = torch.tensor(lengths)[:, None]
-        blocks = Blocks(anchors, torch.ones_like(anchors).bool())
-        trained = head.unroll(batch, blocks, rows).rows
-        torch.testing.assert_close(drafted, trained, atol=1e-12, rtol=0)
-        for b, n in enumerate(lengths):
-            plain = plain_block(head, batch, b, n, rows)[head.first_row :][:depth]
-            assert_close(drafted[b], plain, **{"roundings": 1024, **limit})
-
-
 @pytest.mark.parametrize(
-    ("kind", "changes"),
-    [
-        ("dflash2", {}),
-        ("dspark", {}),
-        ("lilicorr", {"lilicorr_hidden_size": 12}),
-        ("lilicorr", {"lilicorr_hidden_size": D}),
-        ("xpress", {"xpress_topc": 0}),
-        ("xpress", {"xpress_topc": 7}),
-        ("domino", {}),
-        ("domino", {"pure_draft_prefix_len": 0, "shift_label": False}),
-    ],
+    ("shape", "kind", "changes"),
+    [("chain:2", *row) for row in CASES]
+    + [("tree:3x4x25", *row) for row in CASES if row[1].get("selector_top_k") != 1]
+    + [("static:3.2.1", kind, {}) for kind in BLOCK_HEADS],
 )
-@pytest.mark.parametrize("shape", ["tree:3x4x25", "static:3.2.1", "chain:2"])
-def test_a_nodes_score_is_the_sum_of_log_q_along_its_path(kind: str, changes: dict[str, Any], shape: str) -> None:
-    """Each token is drawn behind the tokens before it, which q depends on as the method says."""
-    head, batch = make_head(kind, **changes), make_batch([[20]])
-    proposal = head.propose(seen(head, batch, shape, [9]), greedy)
-    logits = plain_logits(head, batch, 0, 9, parse_shape(shape).depth)
-    for path, score in zip(token_paths(proposal), proposal.scores[0].tolist(), strict=True):
-        tokens = [int(proposal.tokens[0, 0]), *path]
-        steps = [float(logits(k, tokens[: k + 1]).detach().log_softmax(-1)[t]) for k, t in enumerate(path)]
-        assert score == pytest.approx(sum(steps), abs=1e-9)
+def test_a_nodes_score_is_the_sum_of_log_q_along_its_path(shape: str, kind: str, changes: dict[str, Any]) -> None:
+    """By the formula that training has. Each token is drawn behind the tokens before it, which q depends on as the
+    method says."""
+    head, batch, lengths = make_head(kind, **changes), make_batch([[20], [20]]), [9, 13]
+    proposal = head.propose(seen(head, batch, shape, lengths), greedy)
+    for b, n in enumerate(lengths):
+        logits = plain_logits(head, batch, b, n, parse_shape(shape).depth)
+        for path, score in zip(token_paths(proposal, b), proposal.scores[b].tolist(), strict=True):
+            tokens = [int(proposal.tokens[b, 0]), *path]
+            steps = [float(logits(k, tokens[: k + 1]).detach().log_softmax(-1)[t]) for k, t in enumerate(path)]
+            assert score == pytest.approx(sum(steps), abs=1e-4 if "rope_scaling" in changes else 1e-9)
 
 
 @pytest.mark.parametrize(("kind", "count"), [("dflash2", 12), ("lilicorr", 4)])
 def test_no_tree_has_more_children_of_a_node_than_there_are_candidates(kind: str, count: int) -> None:
-    said = refused(new_state, make_head(kind), make_batch([[20]]), f"tree:2x{count + 1}x{count + 2}")
+    said = refused(seen, make_head(kind), make_batch([[20]]), f"tree:2x{count + 1}x{count + 2}", [9])
     assert f"{count + 1} children of a node, the head drafts {count} tokens" in said
 
 
@@ -576,34 +503,6 @@ def test_the_confidence_of_dspark_reads_the_token_before() -> None:
     before = head.markov_head.markov_w1.weight[tokens[0, :-1]]
     wanted = torch.cat([plain_block(head, batch, 0, 9, 3), before], 1) @ proj.weight[0] + proj.bias
     torch.testing.assert_close(head.confidence(state, tokens)[0], wanted.detach())
-
-
-@pytest.mark.parametrize("kind", BLOCK_HEADS)
-def test_hits_of_chains_are_what_is_drafted(kind: str) -> None:
-    """At every root, as long as the drafts are the text's own."""
-    head, batch = make_head(kind), make_batch([[20]])
-    for anchor in range(4, 16):
-        state = seen(head, batch, "chain:3", [anchor])
-        state.root.copy_(batch.tokens[:, anchor])
-        drafted = head.propose(state, greedy).tokens[0, 1:]
-        text = batch.tokens.clone()
-        text[0, anchor + 1 : anchor + 4] = drafted
-        told = dataclasses.replace(batch, tokens=text, embeddings=batch.shared.embed_tokens(text))
-        assert head.chain_hits(told, 3)[:, 0, anchor - 1].all()
-
-
-def test_observing_in_pieces_equals_observing_at_once() -> None:
-    """Rounds observe a ragged handful of positions at a time, with padding behind; no block stays in the cache."""
-    head, batch = make_head("dspark"), make_batch([[20], [20]])
-    whole = head.propose(seen(head, batch, "chain:4", [12, 12]), greedy)
-    state, start = new_state(head, batch, "chain:4"), torch.zeros(2, dtype=torch.int64)
-    for counts in ([5, 2], [1, 4], [4, 1], [2, 4], [0, 1]):
-        observe(head, state, batch, start.clone(), torch.tensor(counts), 5)
-        head.propose(state, greedy)
-        start += torch.tensor(counts)
-    pieces = head.propose(state, greedy)
-    assert torch.equal(whole.tokens, pieces.tokens)
-    torch.testing.assert_close(whole.scores, pieces.scores)
 
 
 # Settings

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from heads.core.tree import ROOT_ONLY, Proposal, TreeShape, parse_shape, scratch_slots, static_shape
-from heads.kernels.slots import ancestors
 from heads.parts.tree_growth import grow
 from tests.support.refusals import refused
 from tests.support.small_heads import token_paths
@@ -188,17 +187,3 @@ def test_shapes_are_static_and_scratch_slots_hold_what_is_expanded(text: str) ->
         assert distribution.expanded.shape[1] == scratch_slots(shape)
         calls.append(distribution.calls)
     assert calls[0] == calls[1] == calls[2] and len(calls[0]) == shape.depth - 1
-
-
-def test_ancestors_follow_parents_to_the_root() -> None:
-    generator = torch.Generator().manual_seed(3)
-    parents = torch.zeros(4, 9, dtype=torch.int64)
-    for j in range(1, 9):
-        parents[:, j] = torch.randint(0, j, (4,), generator=generator)
-    above = ancestors(parents, depth=8)
-    for b, i in itertools.product(range(4), range(9)):
-        line, at = {i, 0}, i
-        while at:
-            at = int(parents[b, at])
-            line.add(at)
-        assert set(above[b, i].nonzero()[:, 0].tolist()) == line

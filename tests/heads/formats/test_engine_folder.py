@@ -29,10 +29,19 @@ from tests.support.small_targets import make_target
 QUARTER = {"rope_type": "default", "partial_rotary_factor": 0.25}
 
 
+Settings = dict[str, Any]
+BLOCKS: Settings = {"block_size": 5, "num_layers": 2}
+
+
 def save(folder: Path, target: FrozenTarget, kind: str, **settings: Any) -> Path:
     head = build_head(kind, settings, target, torch.zeros(target.vocab_size))  # whose weights nothing reads
     save_head(head, folder, target=target_record(target))
     return folder
+
+
+def said_in(folder: Path) -> Settings:
+    config: Settings = json.loads((folder / "config.json").read_text())
+    return config
 
 
 def verdicts(folder: Path, **changes: Any) -> dict[str, Verdict]:
@@ -57,13 +66,13 @@ def serving(found: dict[str, Verdict]) -> set[str]:
     [
         ("eagle3", {}, True),
         ("draft", {"layers": [0, 7]}, True),
-        ("dflash", {"block_size": 5, "num_layers": 2}, True),
-        ("xpress", {"block_size": 5, "num_layers": 2, "xpress_mlp_hidden": 64, "xpress_rank": 16}, False),
+        ("dflash", BLOCKS, True),
+        ("xpress", BLOCKS | {"xpress_mlp_hidden": 64, "xpress_rank": 16}, False),
         ("medusa", {}, False),  # vLLM asserts that it drafts with all of its heads
     ],
 )
 def test_fewer_draft_tokens_by_load_are_for_methods_that_take_them(
-    kind: str, settings: dict[str, Any], takes: bool, target: FrozenTarget, tmp_path: Path
+    kind: str, settings: Settings, takes: bool, target: FrozenTarget, tmp_path: Path
 ) -> None:
     schedule = [(1, 4, 4), (5, 16, 2), (17, 100, 0)]
     found = check_loaders(save(tmp_path / "head", target, kind, **settings), Setting(steps=4, schedule=schedule))
@@ -97,9 +106,9 @@ def test_a_head_of_fewer_positions_than_its_target_has_says_so(target: FrozenTar
 @pytest.mark.parametrize("kind", BLOCK_HEADS)
 def test_a_head_that_drafts_blocks_is_what_engines_load(kind: str, target: FrozenTarget, tmp_path: Path) -> None:
     engines = {"xpress": {VLLM}, "domino": {SGLANG}}.get(kind, {VLLM, SGLANG})
-    settings = BLOCK_HEADS[kind] | {"block_size": 5, "num_layers": 2}
+    settings = BLOCK_HEADS[kind] | BLOCKS
     folder = save(tmp_path / "head", target, kind, **settings)
-    config = json.loads((folder / "config.json").read_text())
+    config = said_in(folder)
     own = config if kind == "dspark" else config["dflash_config"]
     assert own["target_layer_ids"] == [1, 5] and own["mask_token_id"] == 2  # of the layers left, not entered
     assert (config["block_size"], config["num_target_layers"], config["layer_types"]) == (5, 8, ["full_attention"] * 2)
@@ -122,8 +131,8 @@ def test_a_head_that_drafts_blocks_is_what_engines_load(kind: str, target: Froze
 
 def test_what_sglang_reads_of_domino(target: FrozenTarget, tmp_path: Path) -> None:
     """DFlash's class with the projector's fields, and a correction from the second token on."""
-    settings = BLOCK_HEADS["domino"] | {"block_size": 5, "num_layers": 2}
-    config = json.loads((save(tmp_path / "head", target, "domino", **settings) / "config.json").read_text())
+    settings = BLOCK_HEADS["domino"] | BLOCKS
+    config = said_in(save(tmp_path / "head", target, "domino", **settings))
     own = {**settings, "projector_type": "domino", "pure_draft_prefix_len": 1, "shift_label": True}
     assert config["architectures"] == ["DFlashDraftModel"]
     assert own.items() - settings.items() <= config["dflash_config"].items() >= BLOCK_HEADS["domino"].items()
@@ -133,14 +142,14 @@ def test_what_sglang_reads_of_domino(target: FrozenTarget, tmp_path: Path) -> No
 
 def test_what_vllms_kernels_take_of_xpress(target: FrozenTarget, tmp_path: Path) -> None:
     """Any other number of draft tokens than the trained one reads the mixer with a wrong stride, so none is offered."""
-    settings: dict[str, Any] = {"block_size": 5, "num_layers": 2, "xpress_mlp_hidden": 64}
+    settings = BLOCKS | {"xpress_mlp_hidden": 64}
     found = verdicts(save(tmp_path / "head", target, "xpress", xpress_rank=24, **settings))
     assert not serving(found) and "power of two" in found[VLLM].reason and not found[VLLM].errors
     folder = save(tmp_path / "other", target, "xpress", xpress_rank=16, **settings)
     assert '"num_speculative_tokens": 4' in check_loaders(folder, Setting(steps=2))[0].command
     measured = check_loaders(folder, Setting(steps=2, tree=parse_shape("chain:2")))[0]
     assert not measured.is_as_measured and "drafts 4 tokens a round with this head, not 2" in str(measured.otherwise)
-    config = json.loads((folder / "config.json").read_text())
+    config = said_in(folder)
     assert (config["xpress_num_passes"], config["xpress_block_size"], config["xpress_topc"]) == (4, 5, 128)
 
 
@@ -153,23 +162,20 @@ def test_what_vllms_kernels_take_of_xpress(target: FrozenTarget, tmp_path: Path)
     ],
 )
 def test_causality_is_said_where_each_engine_reads_it(
-    settings: dict[str, Any], said: dict[str, bool], target: FrozenTarget, tmp_path: Path
+    settings: Settings, said: dict[str, bool], target: FrozenTarget, tmp_path: Path
 ) -> None:
-    folder = save(tmp_path / "head", target, "dflash", block_size=5, num_layers=2, **settings)
-    config = json.loads((folder / "config.json").read_text())
+    folder = save(tmp_path / "head", target, "dflash", **BLOCKS, **settings)
+    config = said_in(folder)
     both = {name: config.get(name, config["dflash_config"].get(name)) for name in ("is_causal", "causal")}
     assert {name: value for name, value in both.items() if value is not None} == said
     assert config["layer_types"][0].startswith("sliding" if "sliding_window" in settings else "full")
     assert serving(verdicts(folder)) == {VLLM, SGLANG}
 
 
-@pytest.mark.parametrize("settings", [{"draft_vocab_size": 128}, {"draft_vocab_size": 100}, {}])
-def test_an_eagle3_head_is_what_every_reader_loads(
-    settings: dict[str, Any], target: FrozenTarget, tmp_path: Path
-) -> None:
-    folder = save(tmp_path / "head", target, "eagle3", **settings)
-    names = load_file(folder / "model.safetensors").keys()
-    assert ({"d2t", "t2d"} <= names) == (settings.get("draft_vocab_size") == 100)
+@pytest.mark.parametrize("size", [128, 100, None])
+def test_an_eagle3_head_is_what_every_reader_loads(size: int | None, target: FrozenTarget, tmp_path: Path) -> None:
+    folder = save(tmp_path / "head", target, "eagle3", draft_vocab_size=size)
+    assert ({"d2t", "t2d"} <= load_file(folder / "model.safetensors").keys()) == (size == 100)
     found = verdicts(folder)
     assert serving(found) == {VLLM, SGLANG, EAGLE} and why_unfit([*found.values()]) is None
     assert found[VLLM].command == (
@@ -218,13 +224,13 @@ def test_a_command_has_all_that_was_measured(target: FrozenTarget, tmp_path: Pat
     ("kind", "settings", "trained"),
     [
         ("eagle3", {"depth": 4}, 4),
-        ("dflash", {"block_size": 5, "num_layers": 2}, 4),
+        ("dflash", BLOCKS, 4),
         ("dspark", {"block_size": 4, "num_layers": 2, "markov_rank": 6}, 4),
         ("draft", {"layers": [0, 7]}, 64),
     ],
 )
 def test_a_command_that_drafts_more_than_was_trained_says_so(
-    kind: str, settings: dict[str, Any], trained: int, target: FrozenTarget, tmp_path: Path
+    kind: str, settings: Settings, trained: int, target: FrozenTarget, tmp_path: Path
 ) -> None:
     folder = save(tmp_path / "head", target, kind, **settings)
     for steps, warned in ((trained, False), (trained + 1, kind != "draft")):
@@ -233,29 +239,35 @@ def test_a_command_that_drafts_more_than_was_trained_says_so(
             assert verdict.shown.startswith(verdict.command)
 
 
+LLAMA = "LlamaForCausalLM"
+
+
 @pytest.mark.parametrize(
-    ("settings", "readers", "fault"),
+    ("settings", "model", "readers", "fits", "fault"),
     [
-        ({"fc_norm": True}, {VLLM, SGLANG}, "fc_norm"),
-        ({"norm_output": True}, {VLLM, SGLANG}, "norm_output"),
-        ({"aux_layer_ids": [1, 4, 6]}, {VLLM, SGLANG}, r"[2, 4, 5] would be captured in the place of [1, 4, 6]"),
-        ({"aux_layer_ids": [0, 7]}, {VLLM, SGLANG}, "no layer ids are read"),
-        ({"aux_layer_ids": [2, 4, 8]}, {VLLM}, "layer 8 of 8, the last one's output, is never captured"),
-        ({"aux_layer_ids": [4]}, {VLLM}, "fc is left out"),
-        ({"hidden_size": 24}, {VLLM, SGLANG, EAGLE}, ""),
-        ({"hidden_size": 96}, {VLLM}, "fc is left out"),
+        ({"fc_norm": True}, LLAMA, {VLLM, SGLANG}, True, "fc_norm"),
+        ({"norm_output": True}, LLAMA, {VLLM, SGLANG}, True, "norm_output"),
+        ({"aux_layer_ids": [1, 4, 6]}, LLAMA, {VLLM, SGLANG}, True, "[2, 4, 5] would be captured in the place of [1,"),
+        ({"aux_layer_ids": [0, 7]}, LLAMA, {VLLM, SGLANG}, True, "no layer ids are read"),
+        ({"aux_layer_ids": [2, 4, 8]}, LLAMA, {VLLM}, False, "layer 8 of 8, the last one's output, is never captured"),
+        ({"aux_layer_ids": [4]}, LLAMA, {VLLM}, False, "fc is left out"),
+        ({"hidden_size": 24}, LLAMA, {VLLM, SGLANG, EAGLE}, True, "embed_tokens.weight"),
+        ({"hidden_size": 96}, LLAMA, {VLLM}, False, "fc is left out"),
+        # Engines have the hook for some targets only.
+        ({}, "Qwen3ForCausalLM", {VLLM, SGLANG, EAGLE}, True, ""),
+        ({}, "GraniteForCausalLM", {VLLM}, True, ""),
+        ({}, "MixtralForCausalLM", set(), True, ""),  # llama.cpp's Llama
+        ({}, "Mistral3ForConditionalGeneration", {VLLM}, True, ""),
+        ({}, "", set(), False, ""),
     ],
 )
-def test_which_options_each_reader_takes(
-    settings: dict[str, Any], readers: set[str], fault: str, target: FrozenTarget, tmp_path: Path
+def test_which_options_and_targets_each_reader_takes(
+    settings: Settings, model: str, readers: set[str], fits: bool, fault: str, target: FrozenTarget, tmp_path: Path
 ) -> None:
-    found = verdicts(save(tmp_path / "head", target, "eagle3", **settings))
-    assert serving(found) == readers
-    assert not fault or any(fault in text for verdict in found.values() for text in verdict.errors)
-    assert (why_unfit([*found.values()]) is None) == (readers >= set(ENGINES))
-
-
-BLOCKS = {"block_size": 5, "num_layers": 2}
+    found = verdicts(save(tmp_path / "head", target, "eagle3", **settings), architecture=model or None)
+    assert serving(found) == readers and (why_unfit([*found.values()]) is None) == fits
+    errors = [error for verdict in found.values() for error in verdict.errors]
+    assert any(fault in error for error in errors) if fault else not errors
 
 
 @pytest.mark.parametrize(
@@ -279,7 +291,7 @@ BLOCKS = {"block_size": 5, "num_layers": 2}
     ],
 )
 def test_which_heads_the_engines_for_one_machine_serve(
-    kind: str, settings: dict[str, Any], readers: set[str], fault: str, target: FrozenTarget, tmp_path: Path
+    kind: str, settings: Settings, readers: set[str], fault: str, target: FrozenTarget, tmp_path: Path
 ) -> None:
     folder = save(tmp_path / "head", target, kind, **settings)
     setting = Setting(head="ann/a-head", target="org/target", steps=4)
@@ -302,36 +314,15 @@ def test_which_heads_the_engines_for_one_machine_serve(
         assert last == f"python eval/servers/inside/openvino_layers.py head-openvino {layers}"
 
 
-@pytest.mark.parametrize(
-    ("architecture", "readers"),
-    [
-        ("Qwen3ForCausalLM", {VLLM, SGLANG, EAGLE}),
-        ("GraniteForCausalLM", {VLLM}),
-        ("MixtralForCausalLM", set()),
-        ("Mistral3ForConditionalGeneration", {VLLM}),
-        (None, set()),
-    ],
-)
-def test_an_engine_without_the_hook_for_a_target_serves_no_head_of_it(
-    architecture: str | None, readers: set[str], target: FrozenTarget, tmp_path: Path
-) -> None:
-    found = verdicts(save(tmp_path / "head", target, "eagle3"), architecture=architecture)
-    assert serving(found) == readers and not any(verdict.errors for verdict in found.values())
-    local = {"MixtralForCausalLM"}  # llama.cpp's Llama
-    assert (why_unfit([*found.values()]) is None) == bool(
-        readers or architecture in local
-    )  # what serves nowhere says so
-
-
 def test_a_dflash2_head_says_the_factor_of_its_targets_embeddings(tmp_path: Path) -> None:
     """The factor in config.json is the one by which the target's own class multiplies."""
     target = make_target("gemma3_text", torch.float32, hidden_size=256)
     folder = save(tmp_path / "head", target, "dflash2", block_size=4, num_layers=2, mask_token_id=3)
-    own = json.loads((folder / "config.json").read_text())["dflash_config"]
+    own = said_in(folder)["dflash_config"]
     embed: Any = target.shared.embed_tokens
     assert torch.allclose(embed(torch.tensor([7])), own["input_embedding_scale"] * embed.weight[[7]])
     assert serving(verdicts(folder, architecture="Gemma4ForConditionalGeneration")) == {VLLM, SGLANG}
-    config = json.loads((folder / "config.json").read_text())
+    config = said_in(folder)
     del config["draftsmith"]
     (folder / "config.json").write_text(json.dumps(config))
     read = read_published(str(folder), target)
@@ -371,20 +362,27 @@ LISTS = {"short_factor": [1.0, 1.1, 1.2, 1.5], "long_factor": [1.0, 2.0, 4.0, 8.
     ],
 )
 def test_positions_that_a_reader_would_compute_otherwise(
-    kind: str, scaling: dict[str, Any], readers: set[str], target: FrozenTarget, tmp_path: Path
+    kind: str, scaling: Settings, readers: set[str], target: FrozenTarget, tmp_path: Path
 ) -> None:
     found = verdicts(save(tmp_path / "head", target, kind, rope_scaling=scaling))
     assert serving(found) == readers - (set() if kind == "eagle3" else {EAGLE})
     assert all("rope_scaling" in verdict.reason for verdict in found.values() if not verdict.serves)
 
 
-def test_modules_have_the_positions_of_the_config_beside_them(tmp_path: Path) -> None:
-    write_native(tmp_path / "target", "mimo")
-    folder = save(tmp_path / "head", load_target(str(tmp_path / "target")), "mtp", layout="mimo")
+@pytest.mark.parametrize(
+    ("family", "settings", "changes", "said"),
+    [
+        ("mimo", {"layout": "mimo"}, {}, "k_proj.bias: expected (16,), found none"),
+        ("mimo", {"layout": "mimo"}, {"rope_theta": 123.0}, "config.json: rope_parameters: not those"),
+        ("deepseek", {"native": True, "draft_vocab_size": V - 8}, {}, "d2t: expected none"),
+    ],
+)
+def test_modules_engines_misread(family: str, settings: Settings, changes: Settings, said: str, tmp_path: Path) -> None:
+    write_native(tmp_path / "target", family)
+    folder = save(tmp_path / "head", load_target(str(tmp_path / "target")), "mtp", **settings)
     record = read_config(folder)
-    change_config(folder, draftsmith=record | {"config": record["config"] | {"rope_theta": 123.0}})
-    for verdict in verdicts(folder).values():
-        assert any(error.startswith("config.json: rope_parameters: not those") for error in verdict.errors)
+    change_config(folder, draftsmith=record | {"config": record["config"] | changes})
+    assert all(any(said in error for error in verdict.errors) for verdict in verdicts(folder).values())
 
 
 @pytest.mark.parametrize(
@@ -397,40 +395,26 @@ def test_the_code_of_a_targets_config_is_named_as_transformers_splits_it(name: s
     assert named == (None if place is None else {"AutoConfig": f"{place}--made.Config"})
 
 
-def test_modules_that_engines_would_misread(tmp_path: Path) -> None:
-    write_native(tmp_path / "target", "mimo")
-    folder = save(tmp_path / "head", load_target(str(tmp_path / "target")), "mtp", layout="mimo")
-    for verdict in verdicts(folder).values():
-        assert "k_proj.bias: expected (16,), found none" in verdict.reason
-
-
 def test_modules_of_a_multimodal_target_lie_beside_its_whole_config(tmp_path: Path) -> None:
     native = write_native(tmp_path / "target", "qwen_dense")
     make_multimodal(tmp_path / "target")
     folder = save(tmp_path / "head", load_target(str(tmp_path / "target")), "mtp", native=True)
-    whole, config = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("target", "head"))
+    whole, config = said_in(tmp_path / "target"), said_in(folder)
     assert config["architectures"] == whole["architectures"] and config["vision_config"]["depth"] == 1
     assert config["text_config"]["num_hidden_layers"] == 4
     assert load_file(folder / "model.safetensors").keys() == native.keys()
     assert serving(verdicts(folder)) == {VLLM, SGLANG}
 
 
-def test_a_draft_vocabulary_of_modules_is_read_by_no_engine(tmp_path: Path) -> None:
-    write_native(tmp_path / "target", "deepseek")
-    target = load_target(str(tmp_path / "target"))
-    found = verdicts(save(tmp_path / "head", target, "mtp", native=True, draft_vocab_size=V - 8))
-    assert not serving(found) and all("d2t: expected none" in verdict.reason for verdict in found.values())
-
-
 @pytest.mark.parametrize(("settings", "readers"), [({}, {OLD_VLLM, MEDUSA}), ({"draft_vocab_size": 99}, set())])
 def test_a_medusa_is_what_its_own_repository_reads(
-    settings: dict[str, Any], readers: set[str], target: FrozenTarget, tmp_path: Path
+    settings: Settings, readers: set[str], target: FrozenTarget, tmp_path: Path
 ) -> None:
     folder = save(tmp_path / "head", target, "medusa", depth=2, num_layers=2, **settings)
     weights = load_file(folder / "medusa_lm_head.safetensors")
     names = {f"{k}.{j}.linear.{part}" for k in range(2) for j in range(2) for part in ("weight", "bias")}
     assert weights.keys() - {"token_map"} == names | {"0.2.weight", "1.2.weight"}
-    config, size = json.loads((folder / "config.json").read_text()), settings.get("draft_vocab_size", 128)
+    config, size = said_in(folder), settings.get("draft_vocab_size", 128)
     assert (config["medusa_num_heads"], config["medusa_num_layers"], config["medusa_fc_bias"]) == (2, 2, True)
     assert config["architectures"] == ["MedusaModel"] and weights["1.2.weight"].shape == (size, 32)
     assert config["truncated_vocab_size"] == size

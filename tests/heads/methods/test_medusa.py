@@ -11,9 +11,9 @@ from torch import Tensor
 
 from heads.core.contract import Batch, max_nodes, shape_for
 from heads.core.tree import parse_shape, static_shape
-from heads.methods.medusa import Medusa, MedusaConfig, MedusaState, likeliest_paths
+from heads.methods.medusa import Medusa, MedusaConfig, likeliest_paths
 from tests.support.refusals import refused
-from tests.support.small_heads import greedy, loss_agrees, observe, random_batch, token_paths
+from tests.support.small_heads import greedy, loss_agrees, random_batch, seen, token_paths
 
 CONFIG = MedusaConfig(hidden_size=8, vocab_size=20, draft_vocab_size=12, depth=3, num_layers=2, tree_nodes=6)
 KEPT = torch.tensor([0, 1, 2, 4, 5, 7, 9, 10, 13, 14, 18, 19])
@@ -74,47 +74,30 @@ def test_it_begins_as_the_targets_own_output_head() -> None:
     assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in head.parameters())
 
 
-def observed(head: Medusa, batch: Batch, shape: str, lengths: list[int]) -> MedusaState:
-    """A draft state that has seen the first `lengths` positions of each row, in two pieces with padding behind."""
-    state = head.new_state(batch.shared, batch_size=len(lengths), capacity=40, shape=parse_shape(shape))
-    head.reset_rows(state, torch.ones(len(lengths), dtype=torch.bool))
-    count, start = torch.tensor(lengths), torch.zeros(len(lengths), dtype=torch.int64)
-    for part in (count // 2, count - count // 2, torch.zeros_like(count)):  # the last: a row that is done
-        observe(head, state, batch, start, part, 8)
-        start = start + part
-    return state
-
-
-def test_the_root_is_one_token_behind_head_one() -> None:
+@pytest.mark.parametrize("text", ["chain:3", "static:3.2.2", "tree:3x3x10"])
+def test_a_nodes_score_is_the_sum_of_each_heads_log_distribution(text: str) -> None:
     """Observed up to slot n - 1, the root is x_n; head k drafts x_{n+k}, which is x_{t+1+k} of slot t = n - 1."""
-    head, batch, lengths = make_head(), make_batch([[20], [20]]), [9, 12]
-    proposal = head.propose(observed(head, batch, "chain:3", lengths), greedy)
-    assert proposal.parents.tolist() == [[0, 0, 1, 2]] * 2
+    head, batch, lengths, shape = make_head(), make_batch([[20], [20]]), [9, 12], parse_shape(text)
+    proposal = head.propose(seen(head, batch, text, lengths), greedy)
     for b, n in enumerate(lengths):
-        drafted = [int(KEPT[released(head.to_checkpoint(), batch.hidden[b, n - 1], k, 2).argmax()]) for k in range(3)]
-        assert proposal.tokens[b].tolist() == [int(batch.tokens[b, n]), *drafted]
-
-
-@pytest.mark.parametrize("shape", ["static:3.2.2", "tree:3x3x10"])
-def test_a_trees_scores_are_sums_of_each_heads_log_distribution(shape: str) -> None:
-    head, batch, n = make_head(), make_batch([[20]]), 9
-    proposal = head.propose(observed(head, batch, shape, [n]), greedy)
-    distributions = [released(head.to_checkpoint(), batch.hidden[0, n - 1], k, 2).log_softmax(-1) for k in range(3)]
-    scores = dict(zip(token_paths(proposal), proposal.scores[0].tolist(), strict=True))
-    for path, score in scores.items():
-        expected = sum(float(distributions[k][KEPT.tolist().index(token)]) for k, token in enumerate(path))
-        assert score == pytest.approx(expected, abs=1e-9)
-    if shape.startswith("tree"):  # the likeliest nodes of all that three candidates a head can make
-        best = [distribution.topk(3).values.tolist() for distribution in distributions]
-        levels = [product(*best[: k + 1]) for k in range(3)]
-        every = sorted([0.0, *(sum(path) for level in levels for path in level)])
-        assert sorted(scores.values()) == pytest.approx(every[-10:])
+        logits = [released(head.to_checkpoint(), batch.hidden[b, n - 1], k, 2) for k in range(3)]
+        distributions = [of_head.log_softmax(-1) for of_head in logits]
+        scores = dict(zip(token_paths(proposal, b), proposal.scores[b].tolist(), strict=True))
+        assert proposal.tokens[b, 0] == batch.tokens[b, n] and len(scores) == shape.nodes
+        for path, score in scores.items():
+            expected = sum(float(distributions[k][KEPT.tolist().index(token)]) for k, token in enumerate(path))
+            assert score == pytest.approx(expected, abs=1e-9)
+        if shape.paths is None:  # the likeliest nodes of all that as many candidates a head can make
+            best = [distribution.topk(shape.top_k).values.tolist() for distribution in distributions]
+            levels = [product(*best[: k + 1]) for k in range(3)]
+            every = sorted([0.0, *(sum(path) for level in levels for path in level)])
+            assert sorted(scores.values()) == pytest.approx(every[-shape.nodes :])
 
 
 def test_a_tree_too_deep_or_too_wide_is_refused() -> None:
     head, batch = make_head(), make_batch([[20]])
-    assert "4 levels, the head has 3 heads" in refused(observed, head, batch, "chain:4", [9])
-    assert "13 children of a node, the head drafts 12" in refused(observed, head, batch, "static:13", [9])
+    assert "4 levels, the head has 3 heads" in refused(seen, head, batch, "chain:4", [9])
+    assert "13 children of a node, the head drafts 12" in refused(seen, head, batch, "static:13", [9])
     assert "depth 4" in refused(head.chain_hits, batch, 4)
 
 
@@ -122,11 +105,7 @@ def test_a_tree_too_deep_or_too_wide_is_refused() -> None:
 def test_greedy_growth_is_the_best_tree_there_is(nodes: int) -> None:
     """Against every connected tree of that size over 3 heads of 3 ranks; accuracies need not fall with rank."""
     every = [path for k in (1, 2, 3) for path in product(range(3), repeat=k)]
-    trees = [
-        chosen
-        for chosen in combinations(every, nodes - 1)
-        if all(len(path) == 1 or path[:-1] in chosen for path in chosen)
-    ]
+    trees = [tree for tree in combinations(every, nodes - 1) if all(path[:-1] in ((), *tree) for path in tree)]
     for draws in torch.rand(4, 3, 3, generator=torch.Generator().manual_seed(0)):
         accuracies = (draws / draws.sum(1, keepdim=True)).tolist()
 

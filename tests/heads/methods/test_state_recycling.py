@@ -2,13 +2,17 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
+from heads.core.contract import Batch
 from heads.core.tree import parse_shape
+from heads.methods.medusa import Medusa
 from heads.methods.state_recycling import Recycling
+from tests.heads.blocks import test_backbone
+from tests.heads.methods import test_draft_model, test_medusa
 from tests.support.refusals import refused
 from tests.support.small_heads import (
     eagle3_head,
@@ -42,28 +46,54 @@ MAKERS: dict[str, Make] = {
 each_form = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS.keys())
 
 
-@each_form
-def test_a_drafting_step_is_a_training_step(make: Make) -> None:
-    """Let training see the tokens that the draft chose: every state that drafting reads out is the one that training
-    trains; also where the prompt is shorter than the modules are many, and past the steps trained."""
-    head, batch, lengths = make(), random_batch([[20], [20], [20]]), [9, 13, 1]
-    state = seen(head, batch, "chain:6", lengths)
-    read: list[Tensor] = []
-    state.lm_head.register_forward_pre_hook(lambda _, given: read.append(given[0]))
-    proposal = head.propose(state, greedy)
-    tokens = batch.tokens.clone()
-    for b, n in enumerate(lengths):
-        tokens[b, n + 1 : n + 7] = proposal.tokens[b, 1:]
-    assert len(read) == 6
-    for drafted, trained in zip(read, head.unroll(with_tokens(batch, tokens), 6), strict=True):
-        for b, n in enumerate(lengths):
-            torch.testing.assert_close(drafted[b, 0], trained[b, n - 1])
+def scores_are_those_of_training(
+    head: Recycling, batch: Batch, shape: str, lengths: list[int], tolerance: float = 1e-9
+) -> None:
+    """Let training see the tokens of a node's path: the node's score is the sum of the log q that training gives them,
+    whatever its neighbours, so trees do not leak between branches. A chain takes the likeliest tokens."""
+    proposal = head.propose(seen(head, batch, shape, lengths), greedy)
+    for node in range(1, proposal.tokens.shape[1]):
+        paths, tokens = [token_paths(proposal, b)[node] for b in range(len(lengths))], batch.tokens.clone()
+        for b, (n, path) in enumerate(zip(lengths, paths, strict=True)):
+            tokens[b, n + 1 : n + 1 + len(path)] = torch.tensor(path)
+        with torch.no_grad():
+            states = head.unroll(with_tokens(batch, tokens), max(map(len, paths)))
+        for b, (n, path) in enumerate(zip(lengths, paths, strict=True)):
+            logq = [kept_log_probabilities(head, batch, state[b, n - 1]) for state in states[: len(path)]]
+            total = sum(step[token] for step, token in zip(logq, path, strict=True))
+            assert proposal.depths[b, node] == len(path)
+            assert float(proposal.scores[b, node]) == pytest.approx(total, abs=tolerance)
+            if shape.startswith("chain"):
+                assert [*path] == [max(step, key=lambda token: step[token]) for step in logq]
 
 
-@each_form
-def test_observing_in_pieces_equals_observing_at_once(make: Make) -> None:
-    """Rounds observe a ragged handful of positions at a time, with padding behind; nothing of it may be seen later."""
-    head, batch, shape = make(), random_batch([[20], [20]]), "tree:4x3x15"
+@pytest.mark.parametrize(
+    ("shape", "make"),
+    [
+        *(("tree:6x3x40", make) for make in MAKERS.values()),
+        *((shape, mtp_head) for shape in ("chain:4", "static:3.2.1.1")),
+    ],
+    ids=[*MAKERS, "chain", "static"],
+)
+def test_a_drafting_step_is_a_training_step(shape: str, make: Make) -> None:
+    """Also where the prompt is shorter than the modules are many, and past the steps trained."""
+    scores_are_those_of_training(make(), random_batch([[20], [20], [20]]), shape, [9, 13, 1])
+
+
+OTHERS: dict[str, Callable[[], Any]] = {
+    "a block": lambda: test_backbone.make_head("dspark"),
+    "medusa": lambda: test_medusa.make_head(depth=4),
+    "a draft model": lambda: test_draft_model.make_head(test_draft_model.make_target()),
+}
+
+
+@pytest.mark.parametrize("make", [*MAKERS.values(), *OTHERS.values()], ids=[*MAKERS, *OTHERS])
+def test_observing_in_pieces_equals_observing_at_once(make: Callable[[], Any]) -> None:
+    """Rounds observe a ragged handful of positions at a time, with padding behind; nothing of it may be seen later, nor
+    of what was drafted in between."""
+    head, shape = make(), "tree:4x3x15"
+    sizes = {"width": 8, "vocab": 20} if isinstance(head, Medusa) else {}
+    batch = random_batch([[20], [20]], num_aux_layers=len(head.aux_layer_ids), **sizes)
     whole = head.propose(seen(head, batch, shape, [12, 12]), greedy)
     state = head.new_state(batch.shared, batch_size=2, capacity=28, shape=parse_shape(shape))
     start = torch.zeros(2, dtype=torch.int64)
@@ -76,35 +106,9 @@ def test_observing_in_pieces_equals_observing_at_once(make: Make) -> None:
     torch.testing.assert_close(whole.scores, pieces.scores)
 
 
-@pytest.mark.parametrize(
-    ("shape", "make"),
-    [
-        *(("tree:4x3x31", make) for make in MAKERS.values()),
-        *((shape, mtp_head) for shape in ("chain:4", "static:3.2.1.1")),
-    ],
-    ids=[*MAKERS, "chain", "static"],
-)
-def test_every_nodes_score_is_the_sum_of_log_q_along_its_path(shape: str, make: Make) -> None:
-    """Whatever its neighbours: trees do not leak between branches. A chain takes the likeliest tokens."""
-    head, batch, n = make(), random_batch([[20]]), 9
-    proposal = head.propose(seen(head, batch, shape, [n]), greedy)
-    assert int(proposal.depths.max()) == 4
-    for node, path in enumerate(token_paths(proposal)):
-        if node == 0:
-            continue
-        tokens = batch.tokens.clone()
-        tokens[0, n + 1 : n + 1 + len(path)] = torch.tensor(path)
-        states = head.unroll(with_tokens(batch, tokens), len(path))
-        logq = [kept_log_probabilities(head, batch, state[0, n - 1]) for state in states]
-        total = sum(step[token] for step, token in zip(logq, path, strict=True))
-        assert proposal.depths[0, node] == len(path)
-        assert float(proposal.scores[0, node]) == pytest.approx(total, abs=1e-9)
-        if shape == "chain:4":
-            assert [*path] == [max(step, key=lambda token: step[token]) for step in logq]
-
-
-def test_a_tree_wider_than_the_draft_vocabulary_is_refused() -> None:
+def test_a_tree_wider_than_the_draft_vocabulary_and_a_draft_as_long_as_the_window_are_refused() -> None:
     assert "tree:2x25x40" in refused(seen, eagle3_head(), random_batch([[20]]), "tree:2x25x40", [9])
+    assert "chain:7" in refused(seen, eagle3_head(sliding_window=7), random_batch([[20]]), "chain:7", [9])
 
 
 @each_form

@@ -94,9 +94,7 @@ def block_head(kind: str, target: FrozenTarget, counts: Tensor, **settings: Any)
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
-def test_a_block_begins_with_what_followed_its_root_before_and_else_the_frequencies_of_tokens(
-    target: FrozenTarget, kind: str
-) -> None:
+def test_a_block_begins_with_what_followed_its_root_and_else_with_frequencies(target: FrozenTarget, kind: str) -> None:
     """On Python's own source."""
     ids = load_tokenizer(str(ROOT / "recipes/quickstart/target"))(Path(argparse.__file__).read_text(), verbose=False)
     source = torch.tensor(ids.input_ids[: 48 * 96]).view(48, 96)

@@ -13,6 +13,7 @@ from heads.parts.rotary import rotary_of
 POSITIONS = torch.tensor([[0, 4_095, 32_767, 131_071]])
 YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+LENGTH = {"original_max_position_embeddings": 2**17}
 SHORT, LONG = ([1 + i / 16 for i in range(32)], [1.0 + i for i in range(32)])
 KINDS: dict[str, tuple[float, dict[str, Any]]] = {
     "plain": (1e6, {"rope_type": "default"}),
@@ -24,13 +25,7 @@ KINDS: dict[str, tuple[float, dict[str, Any]]] = {
     "yarn, of DeepSeek-V2-Lite": (1e4, YARN | {"factor": 40.0, "mscale": 0.707, "mscale_all_dim": 0.5}),
     "yarn with a factor of attention": (1e6, YARN | {"attention_factor": 1.25}),
     # Short texts, for which transformers uses the short list, and engines both lists' factor.
-    "longrope": (
-        1e4,
-        {
-            **{"rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG},
-            **{"original_max_position_embeddings": 2**17},
-        },
-    ),
+    "longrope": (1e4, {"rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG, **LENGTH}),
 }
 
 

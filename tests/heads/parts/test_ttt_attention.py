@@ -12,10 +12,11 @@ from heads.parts.ttt_attention import BLOCK, by_flex, causal_attention
 from heads.targets.masks import TILE
 from tests.heads.conftest import largest_tensor
 
-CASES = [  # B, H, key heads, T, further steps, window
-    (1, 1, 1, 1, 1, None), (1, 3, 3, 128, 1, 5),
-    *((2, 4, 2, 150, *case) for case in ((0, None), (0, 5), (1, 140), (3, None), (3, 5))),
-    *((1, 6, 1, 257, *case) for case in ((0, 140), (1, None), (3, 140))),
+CASES = [  # B, H, key heads, T, further steps, window, all rows or one of so many
+    (1, 1, 1, 1, 1, None, 1), (1, 3, 3, 128, 1, 5, 1),
+    *((2, 4, 2, 150, *case, 1) for case in ((0, None), (0, 5), (1, 140), (3, None), (3, 5))),
+    *((1, 6, 1, 257, *case, 1) for case in ((0, 140), (1, None), (3, 140))),
+    *((2, 4, 2, 300, 1, *case) for case in ((None, 2), (140, 3), (9, 150))),
 ]  # fmt: skip
 
 
@@ -61,49 +62,29 @@ def dense(q: Tensor, keys: list[Tensor], values: list[Tensor], documents: Tensor
     return scores.softmax(-1) @ v
 
 
-@pytest.mark.parametrize(("B", "H", "Hkv", "T", "own", "window"), CASES)
+@pytest.mark.parametrize(("B", "H", "Hkv", "T", "own", "window", "every"), CASES)
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_output_and_gradients_of_both_forms_equal_the_dense_one(
-    B: int, H: int, Hkv: int, T: int, own: int, window: int | None
+    B: int, H: int, Hkv: int, T: int, own: int, window: int | None, every: int
 ) -> None:
+    """Of all rows, or of some where the loss is of these alone."""
     (q,), (grad,) = tensors(B, H, T, 4), tensors(B, H, T, 6, seed=3)
     keys, values = tensors(B, Hkv, T, 4, count=1 + own, seed=1), tensors(B, Hkv, T, 6, count=1 + own, seed=2)
-    documents = some_documents(B, T)
-    wanted = dense(q, keys, values, documents, window)
+    documents, rows = some_documents(B, T), torch.randperm(T)[: T // every].sort().values
+    slots = None if every == 1 else rows
+    wanted, grad = dense(q, keys, values, documents, window)[:, :, rows], grad[:, :, rows]
     inputs = [q, *keys, *values]
     exact = torch.autograd.grad(wanted, inputs, grad)
-    given = (q, keys[0], values[0], documents, keys[1:], values[1:])
+    some, *others = (x[:, :, rows] for x in (q, *keys[1:], *values[1:]))
+    given = (some, keys[0], values[0], documents, others[:own], others[own:])
     reach = None if window is None else window - own
-    for found in (causal_attention(*given, window), by_flex(*given, reach, dense_flex)):
+    for found in (causal_attention(*given, window, slots), by_flex(*given, reach, dense_flex, slots)):
         torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-6)
-        for a, b in zip(torch.autograd.grad(found, inputs, grad), exact, strict=True):
+        for a, b in zip(torch.autograd.grad(found, inputs, grad, retain_graph=True), exact, strict=True):
             torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-6)
-    q, *parts = (part.detach() for part in inputs)
-    keys, values = parts[: 1 + own], parts[1 + own :]
-    by_torch = by_flex(q, keys[0], values[0], documents, keys[1:], values[1:], reach)
+    some, k, v, *others = (x.detach() for x in (some, keys[0], values[0], *others))
+    by_torch = by_flex(some, k, v, documents, others[:own], others[own:], reach, slots=slots)
     torch.testing.assert_close(by_torch, wanted.detach(), atol=1e-6, rtol=1e-6)
-
-
-@pytest.mark.parametrize(("window", "every"), [(None, 2), (140, 3), (9, 150)])
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_some_rows_are_those_of_all(window: int | None, every: int) -> None:
-    """Values, and gradients where the loss is of these rows alone."""
-    T = 300
-    (q,), (k, v, k1, v1) = tensors(2, 4, T, 4), tensors(2, 2, T, 4, count=4, seed=1)
-    documents, slots = some_documents(2, T), torch.randperm(T)[: T // every].sort().values
-    wanted = dense(q, [k, k1], [v, v1], documents, window)[:, :, slots]
-    exact = torch.autograd.grad(wanted.sin().sum(), (q, k, v, k1, v1))
-    some, k2, v2 = (x[:, :, slots] for x in (q, k1, v1))
-    reach = None if window is None else window - 1
-    by_blocks = causal_attention(some, k, v, documents, [k2], [v2], window, slots)
-    for found in (by_blocks, by_flex(some, k, v, documents, [k2], [v2], reach, dense_flex, slots)):
-        torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-6)
-        gradients = torch.autograd.grad(found.sin().sum(), (q, k, v, k1, v1), retain_graph=True)
-        for a, b in zip(gradients, exact, strict=True):
-            torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-6)
-    some, k, v, k2, v2 = (x.detach() for x in (some, k, v, k2, v2))
-    found = by_flex(some, k, v, documents, [k2], [v2], reach, slots=slots)
-    torch.testing.assert_close(found, wanted.detach(), atol=1e-6, rtol=1e-6)
 
 
 def test_large_scores_stay_finite() -> None:

@@ -1,7 +1,6 @@
 """The frozen target: what heads see of it is what the model computes, for every family, and nothing else loads."""
 
 import json
-import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from eval.measure.open_models import load_pair
 from eval.runtime.engine import Engine, EngineOptions
-from heads.core.errors import UserError
 from heads.parts.head_shape import check_aux_layer_ids, default_aux_layer_ids, shallow_aux_layer_ids
 from heads.registry import build_head
 from heads.saved import target_record
@@ -100,9 +98,7 @@ def packed() -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_features_of_a_packed_row_are_what_the_model_computes_of_each_document_alone(
-    family: str, tmp_path: Path
-) -> None:
+def test_features_of_a_packed_row_are_those_of_the_model_for_each_document_alone(family: str, tmp_path: Path) -> None:
     make_model(family).save_pretrained(tmp_path)
     target = load_target(str(tmp_path), dtype=torch.float32)
     n, D = target.num_layers, target.hidden_size
@@ -149,15 +145,11 @@ def test_the_fingerprint_is_of_the_weights_not_of_their_dtype(tmp_path: Path) ->
     assert load_target(str(tmp_path / "other")).fingerprint != stored.fingerprint
 
 
-def test_eos_ids_come_from_the_generation_config_first() -> None:
+def test_an_end_token_beyond_the_vocabulary_is_refused() -> None:
     model = make_model("llama")
-    model.generation_config.eos_token_id = [2, 7]
-    assert FrozenTarget(model, "chat").eos_token_ids == (2, 7)
-    model.generation_config.eos_token_id = None
-    assert FrozenTarget(model, "plain").eos_token_ids == (2,)
-    model.generation_config.eos_token_id = [2, model.config.vocab_size]
-    with pytest.raises(UserError, match=r"odd: eos_token_id: expected ids below \d+, its vocabulary, got \d+; fix"):
-        FrozenTarget(model, "odd")
+    model.generation_config.eos_token_id = [2, 40]
+    said = refused(FrozenTarget, model, "odd")
+    assert "odd: eos_token_id: expected ids below 40, its vocabulary, got 40; fix" in said
 
 
 @pytest.mark.parametrize(
@@ -179,14 +171,10 @@ def test_texts_end_at_the_tokens_at_which_engines_end_them(
     folder = tmp_path / "model"
     shutil.copytree(tiny_target_dir, folder)
     change_config(folder, eos_token_id=described)
-    file = folder / "tokenizer_config.json"
+    file, generation = folder / "tokenizer_config.json", folder / "generation_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token": own}))
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": generated}))
-    if generated is None:
-        (folder / "generation_config.json").unlink()
-    how: Any = {"dtype": "float32", "device": torch.device("cpu"), "trust_remote_code": False}
-    with caplog.at_level(logging.WARNING, "draftsmith"):
-        target, tokenizer = load_pair(str(folder), **how)
+    generation.unlink() if generated is None else generation.write_text(json.dumps({"eos_token_id": generated}))
+    target, tokenizer = load_pair(str(folder), dtype="float32", device=torch.device("cpu"), trust_remote_code=False)
     assert set(target.eos_token_ids) == set(load_end_ids(str(folder), tokenizer)) == ends
     said = [record.message for record in caplog.records if record.name == "draftsmith"]
     assert len(said) == bool(line) and line in "".join(said)
@@ -226,9 +214,8 @@ TIES = "tie_word_embeddings"
 def make_multimodal(family: str, placeholder: int) -> Any:
     """A tiny random model, the same every time, with images in the place of token `placeholder`."""
     text = BASE | MULTIMODAL[family]
-    given: dict[str, Any] = {"out_hidden_size": 64, "projector_hidden_size": 8, "vision_hidden_size": 16}
-    known = AutoConfig.for_model(family).to_dict()
-    given = {name: value for name, value in given.items() if name in known}
+    sizes = {"out_hidden_size": 64, "projector_hidden_size": 8, "vision_hidden_size": 16}
+    given: Any = {name: sizes[name] for name in AutoConfig.for_model(family).to_dict().keys() & sizes.keys()}
     config = AutoConfig.for_model(
         family, text_config=text, vision_config=VISION, image_token_id=placeholder, video_token_id=41, **given
     )
@@ -247,13 +234,12 @@ def test_the_language_model_of_a_multimodal_checkpoint_is_a_target(family: str, 
     assert (tmp_path / "model.safetensors.index.json").is_file()
     target = load_target(str(tmp_path), dtype=torch.float32)
     assert (why_not_native(target) is None) == (family in NATIVE)
-    given = packed()
-    if target.is_recurrent:  # a document alone
-        given = (given[0][:, LENGTHS[0] :], given[1][:, LENGTHS[0] :], given[2][:, LENGTHS[0] :])
-    logits = target.shared.lm_head(target.packed_features(*given, [1, 2]).hidden)[:, -LENGTHS[1] :]
-    prompt = given[0][:, -LENGTHS[1] :]
+    first = LENGTHS[0] if target.is_recurrent else 0  # a document alone
+    tokens, positions, documents = (part[:, first:] for part in packed())
+    features = target.packed_features(tokens, positions, documents, [1, 2])
+    logits = target.shared.lm_head(features.hidden)[:, -LENGTHS[1] :]
     with torch.no_grad():
-        alone = model(prompt, use_cache=False).logits
+        alone = model(tokens[:, -LENGTHS[1] :], use_cache=False).logits
     assert_close(logits, alone, roundings=512)
     assert target_record(target)["architecture"] == type(model).__name__
     assert load_shape(str(tmp_path)).hidden_size == 16
@@ -272,28 +258,25 @@ def test_both_tables_are_used_where_a_config_ties_what_its_checkpoint_does_not(
     model.config.tie_word_embeddings = False
     model.save_pretrained(tmp_path)
     make_tiny_tokenizer().save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    changes: dict[str, Any] = {TIES: whole}
+    config = json.loads((tmp_path / "config.json").read_text()) | {TIES: whole}
     if text is not None:
-        changes["text_config"] = config["text_config"] | {TIES: text}
-    change_config(tmp_path, **changes)
+        config["text_config"][TIES] = text
     if whole is None:
-        (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != TIES}))
-    with caplog.at_level(logging.WARNING, "draftsmith"):
-        target = load_target(str(tmp_path), dtype=torch.float32)
+        del config[TIES]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    target = load_target(str(tmp_path), dtype=torch.float32)
     said = [record.message for record in caplog.records if record.name == "draftsmith"]
     assert ["config.json ties the embeddings" in line for line in said] == [True] * is_said
     assert target.two_tables == is_said
     embeddings: Any = target.shared.embed_tokens
     tables = embeddings.weight, target.lm_head_weight
     assert torch.equal(tables[1], model.lm_head.weight) and not torch.equal(*tables)
-    drafts = [load_smaller(str(tmp_path), FrozenTarget(model, str(tmp_path)))] if text is not None else []
-    drafts += [keep_layers(target, [0, 1])] if text is None else []
-    for draft in drafts:
-        restored: Any = empty_model(model_record(draft))
-        restored.load_state_dict(own_weights(draft), strict=False)
-        found = restored.get_input_embeddings().weight, restored.get_output_embeddings().weight
-        assert all(torch.equal(one, other) for one, other in zip(found, tables, strict=True))
+    name = str(tmp_path)
+    draft = keep_layers(target, [0, 1]) if text is None else load_smaller(name, FrozenTarget(model, name))
+    restored: Any = empty_model(model_record(draft))
+    restored.load_state_dict(own_weights(draft), strict=False)
+    found = restored.get_input_embeddings().weight, restored.get_output_embeddings().weight
+    assert all(torch.equal(one, other) for one, other in zip(found, tables, strict=True))
 
 
 def test_heads_take_the_commonest_shape_of_layers_that_differ() -> None:

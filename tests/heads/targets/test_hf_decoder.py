@@ -61,9 +61,7 @@ def test_the_kernel_gives_the_states_of_the_familys_own_attention(family: str) -
     ("family", "uses_kernel"),
     [pytest.param("qwen2 mixed", True, marks=pytest.mark.slow), ("gemma2", False), ("deepseek_v3", False)],
 )
-def test_an_engine_finds_out_which_families_the_kernel_serves(
-    family: str, uses_kernel: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_which_families_the_kernel_serves(family: str, uses_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gemma-2 caps its scores and DeepSeek's values are narrower than its keys: they keep their own attention."""
     narrow = {"v_head_dim": 6} if family == "deepseek_v3" else {}
     target = FrozenTarget(make_model(family, **narrow).eval(), family)

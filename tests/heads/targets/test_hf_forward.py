@@ -20,17 +20,13 @@ def rows(T: int) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     documents = torch.stack([torch.arange(T) // 150, (torch.arange(T) > 7).long()])
     documents[1, T - 20 :] = -1
-    positions = torch.stack(
-        [torch.arange(T) % 150, torch.where(torch.arange(T) > 7, torch.arange(T) - 8, torch.arange(T))]
-    )
+    positions = torch.stack([torch.arange(T) % 150, torch.arange(T) - 8 * (torch.arange(T) > 7)])
     return torch.randint(3, 40, (2, T), generator=generator), positions, documents
 
 
 def masked(target: FrozenTarget, tokens: Tensor, positions: Tensor, documents: Tensor) -> Tensor:
-    visible = packed_visible(documents)
-    return decode(
-        target.base, target.config, target.dtype, tokens, positions=positions, visible=visible, key_positions=positions
-    )
+    at: dict[str, Any] = {"positions": positions, "key_positions": positions}
+    return decode(target.base, target.config, target.dtype, tokens, **at, visible=packed_visible(documents))
 
 
 def by_blocks(target: FrozenTarget, tokens: Tensor, positions: Tensor, documents: Tensor, **how: Any) -> Tensor:

@@ -47,9 +47,7 @@ def logits(target: Any) -> Tensor:
 
 
 @pytest.mark.parametrize(("family", "edit", "named"), EDITS, ids=str)
-def test_an_edit_of_a_config_is_named_if_it_changes_texts(
-    family: str, edit: dict[str, Any], named: str, tmp_path: Path
-) -> None:
+def test_an_edit_that_changes_texts_is_named(family: str, edit: dict[str, Any], named: str, tmp_path: Path) -> None:
     make_target(family, torch.float32, CPU).model.save_pretrained(tmp_path)
     before = load_target(str(tmp_path))
     change_config(tmp_path, **edit)
@@ -66,6 +64,5 @@ def test_both_spellings_of_a_rotation_are_one(tmp_path: Path) -> None:
     change_config(tmp_path, rope_parameters=None, rope_theta=10000, rope_scaling=OLD_YARN)
     old = load_target(str(tmp_path)).identity
     assert new == old and not changes(new, {"fingerprint": new["fingerprint"]})
-    assert changes(new, old | {"fingerprint": "f00d-int8", "tokenizer": "a"}) == changes(
-        new, {"fingerprint": "f00d", "tokenizer": "a"}
-    )
+    other = {"fingerprint": "f00d", "tokenizer": "a"}
+    assert changes(new, old | other | {"fingerprint": "f00d-int8"}) == changes(new, other)

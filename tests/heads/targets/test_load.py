@@ -1,7 +1,6 @@
 """Opening of targets: with a peft adapter, from a GGUF file, and what is refused, each in one line."""
 
 import json
-import logging
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -45,14 +44,13 @@ def adapter_dir(tiny_target_dir: Path, tmp_path: Path) -> Path:
 
 
 def test_an_adapter_is_merged_into_the_weights(tiny_target_dir: Path, adapter_dir: Path) -> None:
-    plain = load_target(str(tiny_target_dir))
     target = load_target(str(tiny_target_dir), adapter=str(adapter_dir))
-    assert target.fingerprint != plain.fingerprint and target.merged_adapter == str(adapter_dir)
+    assert target.fingerprint != load_target(str(tiny_target_dir)).fingerprint
+    assert target.merged_adapter == str(adapter_dir)
     base = AutoModelForCausalLM.from_pretrained(tiny_target_dir)
     merged = PeftModel.from_pretrained(base, adapter_dir).merge_and_unload()
     with torch.no_grad():
         assert torch.equal(target.model(TOKENS).logits, merged(TOKENS).logits)
-        assert not torch.allclose(target.model(TOKENS).logits, plain.model(TOKENS).logits, atol=0.1)
 
 
 def test_an_adapter_beside_weights_is_not_read_unasked(
@@ -62,12 +60,8 @@ def test_an_adapter_beside_weights_is_not_read_unasked(
     both = shutil.copytree(tiny_target_dir, tmp_path / "both")
     shutil.copytree(adapter_dir, both, dirs_exist_ok=True)
     plain = load_target(str(tiny_target_dir))
-    with caplog.at_level(logging.WARNING, "draftsmith"):
-        target = load_target(str(both))
-    assert target.fingerprint == plain.fingerprint
+    assert load_target(str(both)).fingerprint == plain.fingerprint
     assert "is not read" in caplog.text and f"target.adapter={both} merges" in caplog.text
-    with torch.no_grad():
-        assert torch.equal(target.model(TOKENS).logits, plain.model(TOKENS).logits)
     assert load_target(str(both), adapter=str(both)).fingerprint != plain.fingerprint
     (both / "model.safetensors").unlink()
     for folder in (both, adapter_dir):
@@ -79,8 +73,7 @@ def test_an_adapter_of_another_model_is_named(
 ) -> None:
     other = tmp_path / "other"
     other.symlink_to(tiny_target_dir)
-    with caplog.at_level(logging.WARNING, "draftsmith"):
-        load_target(str(other), adapter=str(adapter_dir))
+    load_target(str(other), adapter=str(adapter_dir))
     (line,) = [record.message for record in caplog.records if record.name == "draftsmith"]
     assert str(tiny_target_dir) in line and str(other) in line
     make_model("gpt2").save_pretrained(tmp_path / "gpt2")
@@ -117,8 +110,7 @@ def resized_adapter(
     tokenizer.chat_template = "{{ '<|tool|>' }}"
     model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     settings = settings or LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=saved)
-    adapted = get_peft_model(model, settings)
-    adapted.save_pretrained(str(folder), save_embedding_layers=False)
+    get_peft_model(model, settings).save_pretrained(str(folder), save_embedding_layers=False)
     tokenizer.save_pretrained(folder)
     return tokenizer
 
@@ -128,8 +120,7 @@ def test_an_adapter_brings_tokens_of_its_own(
 ) -> None:
     tokenizer = resized_adapter(tiny_target_dir, tmp_path / "more", ["embed_tokens", "lm_head"])
     how: dict[str, Any] = {"dtype": "float32", "device": torch.device("cpu"), "trust_remote_code": False}
-    with caplog.at_level(logging.WARNING, "draftsmith"):
-        target, own = load_pair(str(tiny_target_dir), adapter=str(tmp_path / "more"), **how)
+    target, own = load_pair(str(tiny_target_dir), adapter=str(tmp_path / "more"), **how)
     assert own.get_vocab() == tokenizer.get_vocab() and own.chat_template == tokenizer.chat_template
     assert target.vocab_size == target.checkpoint_config.vocab_size == 130
     saved = load_file(tmp_path / "more/adapter_model.safetensors")
@@ -187,6 +178,14 @@ GGUF_NAMES = {
     **{f"mlp.{name}_proj": f"ffn_{name}" for name in ("gate", "up", "down")},
 }
 
+GGUF_KEYS = {
+    **{name: name for name in ("vocab_size", "bos_token_id", "eos_token_id")},
+    **{"block_count": "num_hidden_layers", "context_length": "max_position_embeddings"},
+    **{"embedding_length": "hidden_size", "feed_forward_length": "intermediate_size"},
+    **{"head_count": "num_attention_heads", "head_count_kv": "num_key_value_heads"},
+    "layer_norm_rms_eps": "rms_norm_eps",
+}
+
 
 def write_gguf(folder: Path, path: Path) -> None:
     """Write a Llama of this folder as llama.cpp's converter does, in float32."""
@@ -194,22 +193,11 @@ def write_gguf(folder: Path, path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder)
     config, tokenizer = model.config, load_tokenizer(str(folder))
     writer = gguf.GGUFWriter(path, "llama")
-    for key, value in {
-        "block_count": config.num_hidden_layers,
-        "context_length": config.max_position_embeddings,
-        "embedding_length": config.hidden_size,
-        "feed_forward_length": config.intermediate_size,
-        "head_count": config.num_attention_heads,
-        "head_count_kv": config.num_key_value_heads,
-        "layer_norm_rms_eps": config.rms_norm_eps,
-        "rope_freq_base": config.rope_parameters["rope_theta"],
-        "vocab_size": config.vocab_size,
-        "tokenizer_model": "gpt2",
-        "tokenizer_pre": "default",
-        "bos_token_id": config.bos_token_id,
-        "eos_token_id": config.eos_token_id,
-    }.items():
-        getattr(writer, f"add_{key}")(value)
+    for theirs, ours in GGUF_KEYS.items():
+        getattr(writer, f"add_{theirs}")(getattr(config, ours))
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
     vocabulary = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().__getitem__)
     merges = json.loads(tokenizer.backend_tokenizer.model.__getstate__())["merges"]
     writer.add_token_list(vocabulary)
@@ -234,8 +222,6 @@ def test_a_gguf_file_holds_weights_and_tokenizer(
     write_gguf(tiny_target_dir, tmp_path / "tiny.gguf")
     target = load_target(str(tmp_path), gguf_file="tiny.gguf", dtype=torch.float32)
     plain = load_target(str(tiny_target_dir), dtype=torch.float32)
-    ours, theirs = target.model.state_dict(), plain.model.state_dict()
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
     with torch.no_grad():
         assert torch.equal(target.model(TOKENS).logits, plain.model(TOKENS).logits)
     tokenizers = load_tokenizer(str(tmp_path), gguf_file="tiny.gguf"), load_tokenizer(str(tiny_target_dir))
@@ -259,17 +245,10 @@ def test_a_generation_config_that_cannot_be_fetched_is_not_an_absent_one(
 
     arguments = str(tiny_target_dir), load_tokenizer(str(tiny_target_dir))
     monkeypatch.setattr("heads.targets.target_files.cached_file", cached_file)
-    for offline in (False, True):
-        monkeypatch.setattr("heads.targets.target_files.is_offline_mode", lambda offline=offline: offline)
-        if offline:
-            assert load_end_ids(*arguments)
-        else:
-            assert "no route to the hub" in refused(load_end_ids, *arguments)
-
-
-def write_bert(folder: Path) -> None:
-    config = BertConfig(vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24)
-    BertModel(config).save_pretrained(folder)
+    monkeypatch.setattr("heads.targets.target_files.is_offline_mode", lambda: False)
+    assert "no route to the hub" in refused(load_end_ids, *arguments)
+    monkeypatch.setattr("heads.targets.target_files.is_offline_mode", lambda: True)
+    assert load_end_ids(*arguments)
 
 
 def pickle_weights(folder: Path) -> None:
@@ -277,16 +256,14 @@ def pickle_weights(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
 
 
+BERT = BertConfig(vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24)
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}
 REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "no config": (lambda folder: (folder / "config.json").unlink(), "no config.json"),
     "unknown family": (lambda folder: (folder / "config.json").write_text('{"model_type": "no-such"}'), "no-such"),
-    "encoder": (write_bert, "BertModel"),
+    "encoder": (lambda folder: BertModel(BERT).save_pretrained(folder), "BertModel"),
     "no mask": (lambda folder: make_model("bloom", n_layer=2, n_head=2).save_pretrained(folder), "4-D mask"),
-    "a tensor is missing": (
-        partial(change_weights, model__layers__1__mlp__up_proj__weight=None),
-        "model.layers.1.mlp.up_proj.weight",
-    ),
+    "a tensor is missing": (partial(change_weights, model__norm__weight=None), "model.norm.weight"),
     "another width": (partial(change_config, intermediate_size=28), "config.json describes"),
     "a package is missing": (partial(change_config, quantization_config=AWQ), "requires gptqmodel"),
     "pickled": (pickle_weights, "pickled weights (.bin) are not read"),
@@ -296,7 +273,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_a_target_is_refused_in_one_line(case: str, tiny_target_dir: Path, tmp_path: Path) -> None:
     damage, words = REFUSED[case]
-    folder = copy(tiny_target_dir, tmp_path / "model")
+    folder = shutil.copytree(tiny_target_dir, tmp_path / "model")
     damage(folder)
     text = refused(load_target, str(folder))
     assert str(folder) in text and words in text
@@ -306,10 +283,8 @@ def test_names_that_lead_nowhere(tiny_target_dir: Path, tmp_path: Path) -> None:
     assert "no such folder" in refused(load_target, str(tmp_path / "none"))
     assert "no/such-model: neither a folder here nor found on the Hub" in refused(load_target, "no/such-model")
     assert "x: neither a folder here nor" in refused(load_target, "x" * 300)
-    (copy(tiny_target_dir, tmp_path / "damaged") / "tokenizer.json").write_text("{")
+    (shutil.copytree(tiny_target_dir, tmp_path / "damaged") / "tokenizer.json").write_text("{")
     assert "no tokenizer" in refused(load_tokenizer, str(tmp_path / "damaged"))
-    tokenizer = load_tokenizer(str(tiny_target_dir))
-    assert tokenizer.decode(tokenizer("def f(x):", add_special_tokens=False)["input_ids"]) == "def f(x):"
 
 
 def test_the_processors_chat_template_stands_before_the_tokenizers_as_in_vllm(
@@ -342,11 +317,6 @@ def test_only_a_hub_id_is_cut_at_its_revision(tmp_path: Path, monkeypatch: pytes
         assert repo_and_revision(whole) == (whole, None)
 
 
-def copy(folder: Path, to: Path) -> Path:
-    shutil.copytree(folder, to, dirs_exist_ok=True)
-    return to
-
-
 MAY_BE_THERE = [
     "mtp.fc.weight",
     "model.mtp_layers.0.input_proj.weight",
@@ -375,7 +345,7 @@ def test_weights_without_which_the_model_is_another() -> None:
 
 def test_code_in_a_model_folder_does_not_run_unasked(tiny_target_dir: Path, tmp_path: Path) -> None:
     ran = tmp_path / "ran"
-    folder = copy(tiny_target_dir, tmp_path / "model")
+    folder = shutil.copytree(tiny_target_dir, tmp_path / "model")
     code = {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M", "AutoTokenizer": [None, "evil.T"]}
     change_config(folder, model_type="homemade", auto_map=code)
     (folder / "evil.py").write_text(f"open({str(ran)!r}, 'w').close()\n")
@@ -390,7 +360,7 @@ def test_code_that_the_user_lets_run_makes_every_tokenizer_of_the_target(
     tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
-    folder = copy(tiny_target_dir, tmp_path / "model")
+    folder = shutil.copytree(tiny_target_dir, tmp_path / "model")
     path = folder / "tokenizer_config.json"
     config = json.loads(path.read_text()) | {"tokenizer_class": "Homemade"}
     path.write_text(json.dumps(config | {"auto_map": {"AutoTokenizer": [None, "homemade.Homemade"]}}))

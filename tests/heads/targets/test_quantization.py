@@ -6,24 +6,21 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from heads.targets.frozen_target import FrozenTarget
 from heads.targets.load import load_target
 from heads.targets.quantization import weight_bytes
+from tests.heads.targets.test_frozen_target import make_model
 from tests.support.refusals import refused
-
-ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture
 def llama_dir(tmp_path: Path) -> Path:
-    sizes: dict[str, Any] = dict(
-        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4
-    )
+    config = LlamaConfig(64, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(tmp_path)
+        LlamaForCausalLM(config).save_pretrained(tmp_path)
     return tmp_path
 
 
@@ -33,9 +30,8 @@ def test_layers_shrink_and_stay_near(dtype: torch.dtype, share: float, llama_dir
     whole, small = (load_target(str(llama_dir), dtype=dtype, quantize=how) for how in (None, "int8"))
     # Beside the int8 matrices stand a scale a row and the norms, one 64th to one 128th of a matrix each.
     assert share < weight_bytes(small.layers) / weight_bytes(whole.layers) < 1.15 * share
-    assert weight_bytes(whole.model) - weight_bytes(small.model) == (
-        weight_bytes(whole.layers) - weight_bytes(small.layers)
-    )
+    less = weight_bytes(whole.layers) - weight_bytes(small.layers)
+    assert weight_bytes(whole.model) - weight_bytes(small.model) == less
     assert small.dtype == whole.dtype == dtype and small.fingerprint == f"{whole.fingerprint}-int8"
     assert torch.equal(small.lm_head_weight, whole.lm_head_weight)
     tokens = torch.arange(24)[None] * 5 % 64
@@ -57,8 +53,7 @@ def test_a_row_depends_on_no_other(llama_dir: Path) -> None:
 
 def test_layers_that_are_not_linear_are_refused() -> None:
     pytest.importorskip("torchao")
-    model: Any = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=16, n_layer=2, n_head=2, eos_token_id=1))
-    said = refused(FrozenTarget, model, "its path", quantize="int8")
+    said = refused(FrozenTarget, make_model("gpt2"), "its path", quantize="int8")
     assert said.startswith("its path: target.quantize ") and "hold 0% of its layers' weights" in said
 
 

@@ -10,8 +10,6 @@ from heads.targets.cache import HFCache
 from heads.targets.recurrent_layers import find_mixers, state_name
 from tests.support.small_targets import HYBRIDS, make_hybrid
 
-DTYPES = [torch.float32, torch.float64, torch.bfloat16]
-
 
 class Layer:
     """One recurrent layer with a cache for two rows."""
@@ -33,7 +31,7 @@ class Layer:
         return [kept[row * R + length % R] for kept in self.cache.recurrent[self.mixer.layer_idx].stored.values()]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("family", HYBRIDS)
 @torch.inference_mode()
 def test_accepted_tokens_leave_what_single_steps_leave(family: str, dtype: torch.dtype) -> None:
