@@ -1,5 +1,6 @@
 """The search for the fastest draft: looks at a grid, halved until few are left, which are measured."""
 
+from functools import partial
 from typing import Any
 
 from eval.data.prompts import Prompt
@@ -37,11 +38,12 @@ def test_the_faster_half_stays_and_is_looked_at_on_twice_as_many_prompts(
 
 def test_a_look_decodes_with_every_draft(tiny_target: FrozenTarget, pair_head: Any, tiny_prompts: Prompts) -> None:
     trees = ["chain:1", "chain:4", "tree:3x2x8"]
-    given: Any = tiny_target, [(pair_head, parse_shape(tree)) for tree in trees], tiny_prompts[:3], 0.0
-    looks = draft_search.look_at(*given, BenchSettings(max_new_tokens=24))
+    drafts = [(pair_head, parse_shape(tree)) for tree in trees]
+    look_at = partial(draft_search.look_at, tiny_target, drafts, tiny_prompts[:3], 0.0)
+    looks = look_at(BenchSettings(max_new_tokens=24))
     assert [look.tree for look in looks] == trees and looks[0].tokens < looks[1].tokens
     assert all(look.speedup > 0 and look.tokens > 1.1 for look in looks)
-    fault = refused(draft_search.look_at, *given, BenchSettings(max_new_tokens=1))
+    fault = refused(look_at, BenchSettings(max_new_tokens=1))
     assert "every output ended with its first token" in fault
 
 

@@ -1,5 +1,6 @@
 """The line about a machine on which other processes are busy, and the commit that records name."""
 
+import shutil
 import subprocess
 import time
 from pathlib import Path
@@ -46,6 +47,7 @@ def test_only_other_processes_are_held_against_a_run(
     assert settle_threads(torch.device("cuda")) is None
 
 
+@pytest.mark.skipif(shutil.which("git") is None, reason="no git")
 def test_a_record_names_the_commit_of_these_files_not_of_a_clone_around(tmp_path: Path, monkeypatch: Patch) -> None:
     def git(*words: str) -> str:
         command = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b", *words]

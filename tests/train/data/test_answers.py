@@ -220,7 +220,7 @@ def test_an_engine_is_started_for_the_answers_and_ends(
     program, ended = tmp_path / "python", tmp_path / "ended"
     variable = "DRAFTSMITH_VLLM_PYTHON"
     with serving(Stub(by_engine(target), model=target.name)) as stub:
-        program.write_text(f"#!/bin/sh\ncp $2 {tmp_path}/job.json; echo {stub.url}; cat; touch {ended}\n")
+        program.write_text(f"#!/bin/sh\ncp $2 {tmp_path}/job.json; echo {stub.url}; cat; : >{ended}\n")
         program.chmod(0o755)
         monkeypatch.setenv(variable, str(program))
         assert make(server={"engine": "vllm", "in_flight": 3}).corpus().digest == own.digest

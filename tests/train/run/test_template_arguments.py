@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -58,7 +59,7 @@ def test_a_head_is_measured_with_the_arguments_that_it_was_trained_with(
         line = f"{target}: the chat template reads calm (false), left at default; a head trained with another value"
         assert (line in capsys.readouterr().err) == (not given)
     for wrong, fault in (("clam=true", "has no argument 'clam'; it has calm"), ("calm", "expected NAME=VALUE")):
-        assert exit_status(lambda wrong=wrong: chat.main([str(run), "--prompt", "so", "--template", wrong])) == 2
+        assert exit_status(partial(chat.main, [str(run), "--prompt", "so", "--template", wrong])) == 2
         error = the_error(capsys)
         assert error.startswith("error: --template: ") and fault in error
 
