@@ -17,12 +17,10 @@ from tests.support.refusals import refused
 
 @pytest.fixture
 def llama_dir(tmp_path: Path) -> Path:
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4
-    )
+    sizes: dict[str, Any] = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        LlamaForCausalLM(config).save_pretrained(tmp_path)
+        LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes)).save_pretrained(tmp_path)
     return tmp_path
 
 
