@@ -116,7 +116,7 @@ def tiny_tokenizer(tiny_target_dir: Path) -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def tiny_prompts(tiny_tokenizer: Tokenizer) -> list[Prompt]:
-    texts = "def f(x):\n    return", "import os", "class A:\n    pass", "x = [1, 2", "for i in range(3):", "while True:"
+    texts = "def f(x):\n    return", "import os", "class A:\n    pass", "x = [1, 2", "for i in range(3):", "while"
     return [
         Prompt(str(i), "first" if i < 4 else "second", "code", text, tuple(tiny_tokenizer(text)["input_ids"]))
         for i, text in enumerate(texts)

@@ -28,13 +28,14 @@ from tests.support.refusals import refused
 from tests.support.small_targets import open_engine
 
 pytestmark = pytest.mark.usefixtures("without_charts")
-DEPTH, NEW = 3, 12
+DEPTH, NEW, UNSENT = 3, 12, -1
 Generate = Callable[[Request], list[list[int]]]
 Measure = Callable[..., tuple[int, dict[str, Any]]]
 
 
 class Speculating(QuietServer):
-    """vLLM, SGLang or llama-server with a head. `generate` returns a request's tokens by round, none of them cut."""
+    """vLLM, SGLang or llama-server with a head. `generate` returns a request's tokens by round, none of them cut: tokens
+    behind an end token are `UNSENT`."""
 
     def __init__(self, generate: Generate, folder: str, engine: str = "vllm") -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -107,7 +108,7 @@ class Handler(QuietHandler):
             rounds = server.generate(Request([1, 2, 3] if isinstance(prompt, str) else prompt, most, sampling))
             if server.is_noisy and sampling.temperature > 0:
                 rounds = [[3 + 11 * n % 90] for n in range(most)]
-            length = min(sum(map(len, rounds)), most)
+            length = min(sum(token != UNSENT for tokens in rounds for token in tokens), most)
             if server.engine == "llamacpp":  # it drafts no more tokens than are allowed
                 rounds[-1] = rounds[-1][: len(rounds[-1]) - max(0, sum(map(len, rounds)) - most)]
             gains = [len(tokens) - 1 for tokens in rounds[1:]]
@@ -120,10 +121,15 @@ class Handler(QuietHandler):
         if server.engine == "llamacpp":
             timings = {"predicted_n": length, "predicted_ms": 1.0, "draft_n_accepted": sum(gains)}
             kinds = {"speculative.types": "draft-eagle3" if server.speculates else "none"}
-            reply = {"content": "so", "tokens": [*chain(*rounds)], "timings": timings, "generation_settings": kinds}
+            reply = {
+                "content": "so",
+                "tokens": [token for token in chain(*rounds) if token != UNSENT],
+                "timings": timings,
+                "generation_settings": kinds,
+            }
             self.send(200, json.dumps(reply).encode())
             return
-        left, events = most, list[dict[str, Any]]()
+        left, events = length, list[dict[str, Any]]()
         for key, tokens in zip(map(server.thinks, count()), rounds, strict=False):
             piece: dict[str, Any] = {"text": "so"} if key == "text" else {"delta": {key: "so"}}
             events.append({"choices": [piece | ({"token_ids": tokens[: max(left, 0)]} if server.tokenises else {})]})
@@ -153,9 +159,10 @@ def in_rounds(engine: Engine) -> Generate:
         whole = Request(request.prompt, request.max_new_tokens + DEPTH + 1, request.sampling)
         (output,) = engine.generate([whole])
         rounds, at = [output.tokens[:1]], 1
-        for emitted in output.emitted():
+        for emitted, accepted in zip(output.emitted(), output.accepted, strict=True):
             if at < request.max_new_tokens:
-                rounds.append(output.tokens[at : at + emitted])
+                unsent = [UNSENT] * (accepted + 1 - emitted)  # behind an end token
+                rounds.append(output.tokens[at : at + emitted] + unsent)
                 at += emitted
         return rounds
 
