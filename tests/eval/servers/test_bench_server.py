@@ -34,8 +34,8 @@ Measure = Callable[..., tuple[int, dict[str, Any]]]
 
 
 class Speculating(QuietServer):
-    """vLLM, SGLang or llama-server with a head. `generate` returns a request's tokens by round, none of them cut: tokens
-    behind an end token are `UNSENT`."""
+    """vLLM, SGLang or llama-server with a head. `generate` returns a request's tokens by round, none of them cut: `UNSENT`
+    are those behind an end token."""
 
     def __init__(self, generate: Generate, folder: str, engine: str = "vllm") -> None:
         super().__init__(("127.0.0.1", 0), Handler)
