@@ -34,7 +34,7 @@ Measure = Callable[..., tuple[int, dict[str, Any]]]
 
 
 class Speculating(QuietServer):
-    """vLLM, SGLang or llama-server with a head. `generate` returns a request's tokens by round, none of them cut: `UNSENT`
+    """vLLM, SGLang or llama-server with a head. `generate` returns the tokens by round, none of them cut: `UNSENT`
     are those behind an end token."""
 
     def __init__(self, generate: Generate, folder: str, engine: str = "vllm") -> None:
