@@ -12,6 +12,7 @@ from transformers.utils.hub import LocalEntryNotFoundError, cached_file, is_offl
 
 from heads.core.errors import UserError, first_line, warn_once
 from heads.targets.families import eos_ids, register_mimo
+from heads.targets.gguf_settings import complete
 from heads.targets.hub import INDEX, MODEL, TOKENIZER_CONFIG, find_file, has_file, is_here, repo_and_revision
 
 ONLY = "model.safetensors"
@@ -63,6 +64,8 @@ def load_config(path: str, *, trust_remote_code: bool = False, gguf_file: str | 
         if is_adapter(path):
             raise UserError(f"{path}: {ADAPTER_ALONE}") from error
         raise unreadable(path, "no model that can be read", error, "fix its config.json, or name another") from error
+    if gguf_file is not None and (file := find_file(path, gguf_file)) is not None:
+        complete(config, file)
     for each in (config, config.get_text_config()):
         for setting, value in CODE_SETTINGS.items():
             setattr(each, setting, value)
