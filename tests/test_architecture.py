@@ -23,7 +23,11 @@ from scripts.draw_rooms import (
 ORDER = ("heads", "eval", "train", "scripts", "tests")  # each may import itself and the ones before it
 LEAN = {"torch", "transformers", "safetensors", "numpy", "pydantic", "triton"}
 """What heads/ and eval/runtime/ may import."""
-OPTIONAL = {"heads/targets/quantization.py": {"torchao"}, "heads/targets/merge_adapter.py": {"peft"}}
+OPTIONAL = {
+    "heads/targets/quantization.py": {"torchao"},
+    "heads/targets/merge_adapter.py": {"peft"},
+    "heads/targets/gguf_settings.py": {"gguf"},
+}
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from heads.core.engines import ALL_ENGINES, ENGINES, LLAMACPP, OPENVINO, READERS, SGLANG, VLLM
+from heads.core.engines import ALL_ENGINES, ENGINES, LLAMACPP, MLX, OPENVINO, READERS, SGLANG, VLLM
 from heads.core.serve_commands import SCHEDULE, Command, Setting, vllm_serve
 from heads.core.tree import is_chain
 from heads.foreign.published_files import Reading, Source
@@ -279,6 +279,7 @@ NOTES = {
         "without the last command OpenVINO GenAI reads layers one too deep; openvino_genai.draft_model then takes the "
         "folder of the head; greedy only, as its sampled drafts change the distribution",
     ),
+    MLX: ("once a text exceeds a sliding window of the target, rejected tokens stay in its cache and change the text",),
 }
 """What to know before a reader's command is used, for heads of any kind."""
 
