@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 DATE_CODE = re.compile(r"%-?[A-Za-z]")
+TWO_DAYS = date(2001, 2, 3), date(2012, 11, 26)
+"""Two days that no part of a date has in common."""
 
 
 @dataclass(frozen=True)
@@ -95,9 +97,21 @@ class ChatTemplate:
         texts = sorted((added[token].content for token in self.all_end_ids & added.keys()), key=len, reverse=True)
         return re.compile("|".join(map(re.escape, texts)) or "(?!)")  # (?!) matches nothing
 
-    @property
+    @cached_property
     def has_date(self) -> bool:
-        return "strftime_now" in json.dumps(self.template)
+        """Whether the date is in what the template renders. An argument may fix it, as `date_string` of Llama 3.1."""
+        if "strftime_now" not in json.dumps(self.template):
+            return False
+        messages = [{"role": "system", "content": NEXT}, QUESTION]
+        tool = {"type": "function", "function": {"name": NEXT, "description": NEXT, "parameters": {"properties": {}}}}
+        try:
+            for tools in (None, [tool]):
+                days = {replace(self, day=day).render(messages, place="", tools=tools) for day in TWO_DAYS}
+                if len(days) > 1:
+                    return True
+        except RecordError:  # it may print the date where it does not fail
+            return True
+        return False
 
     def key(self) -> dict[str, object]:
         """Return the plain values on which the rendered texts depend."""

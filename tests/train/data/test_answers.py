@@ -298,7 +298,7 @@ DATED = "{{ date_string if date_string is defined else strftime_now('%d %b %Y') 
 def test_a_day_on_no_answer_is_made_anew(
     settings: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By a run that began on another day, by another folder that is given its day, and by a recipe that states it."""
+    """By a run that began on another day, by another folder that is given its day, and by recipes that state one."""
     (tmp_path / "dated.jinja").write_text(DATED)
     records = ({"messages": talk(*(f"the sea {n} {k}" for k in range(4)))} for n in range(20))
     source = write_chats(tmp_path / "chats.jsonl", records) | {"chat_template": str(tmp_path / "dated.jinja")}
@@ -310,7 +310,7 @@ def test_a_day_on_no_answer_is_made_anew(
         train(recipe, *overrides)
         return "data.regenerate: 20 conversations answered, " in capsys.readouterr().err
 
-    for folder in (run, tmp_path / "second"):
+    for folder in (run, tmp_path / "second", tmp_path / "fourth"):
         folder.mkdir()
         (folder / "data.json").write_text('{"date": "2031-02-03"}')
     assert answered()
@@ -321,4 +321,6 @@ def test_a_day_on_no_answer_is_made_anew(
     assert not answered(f"output_dir={tmp_path}/second", "head.depth=3")
     assert answered(f"output_dir={tmp_path}/third"), "it saw the new day"
     assert json.loads((tmp_path / "third/data.json").read_text()) == {"date": str(date.today())}
-    assert not answered(f"output_dir={tmp_path}/fourth", "data.template.date_string=03 Feb 2031")
+    stated = "data.template.date_string=03 Feb 2031"
+    assert answered(f"output_dir={tmp_path}/fourth", stated), "another prompt, by its key"
+    assert not answered(f"output_dir={tmp_path}/fifth", stated), "a day on"
