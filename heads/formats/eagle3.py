@@ -134,7 +134,7 @@ def check_eagle3(folder: Folder, name: str) -> tuple[str | None, list[str]]:
 
 PLAIN = (
     "this head is plain, so that every engine reads it: with fc_norm and norm_output, which vLLM and SGLang read, "
-    "SmolLM2-135M's head had tau 1.57 in the place of 1.43 after 165,000 tokens"
+    "SmolLM2-135M's head had tau 1.80 in the place of 1.66 after 1.17 million tokens"
 )
 
 
