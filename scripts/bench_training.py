@@ -81,7 +81,8 @@ def timed_run(entry: str, words: Sequence[str], steps: int, folder: Path) -> tup
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     lines = [line for line in read_log(folder / "metrics.jsonl") if line["kind"] == "train"]
     if not lines or lines[-1]["step"] != 2 * steps:
-        why = done.stderr.strip().splitlines()[-1].removeprefix("error: ")
+        errors = [line.removeprefix("error: ") for line in done.stderr.splitlines() if line.startswith("error: ")]
+        why = errors[-1] if errors else f"the training ended with exit status {done.returncode}"
         raise UserError(f"{' '.join(words)}: {why}")
     tokens = lines[-1]["tokens"] - lines[-2]["tokens"]
     return tokens, tokens / lines[-1]["tokens_per_second"], lines[-1]["loss"]
