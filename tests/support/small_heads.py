@@ -101,10 +101,7 @@ def probe_of(batch: Batch, norm: Tensor, scales: Tensor | None = None) -> Target
     """A batch's features, of which initial weights are made, with a final norm (D,) and scales of the streams (L,)."""
     assert batch.shared.lm_head_weight is not None
     return TargetProbe(
-        tokens=batch.tokens,
-        embeddings=batch.embeddings,
-        aux_hidden_states=batch.aux_hidden_states,
-        hidden=batch.hidden,
+        **{name: getattr(batch, name) for name in ("tokens", "embeddings", "aux_hidden_states", "hidden")},
         scales=norm.new_ones(0) if scales is None else scales,
         norm=norm,
         lm_head_weight=batch.shared.lm_head_weight,
