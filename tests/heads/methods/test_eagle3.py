@@ -49,16 +49,11 @@ def plain_loss(head: Eagle3, batch: Batch) -> Tensor:
             state = state + layer.self_attn.o_proj(out)
             state = state + layer.mlp(layer.post_attention_layernorm(state))
         logq = head.lm_head(head.norm(state)).log_softmax(-1)
-        total = torch.zeros((), dtype=torch.float64)
-        for b in range(len(batch.tokens)):
-            for t in range(T):
-                label = t + 2 + i
-                is_label = label < T and batch.loss_mask[b, label]
-                if is_label and batch.documents[b, label] == batch.documents[b, t]:
-                    target = p[b, label - 1]
-                    if teacher[b, label - 1].argmax() in kept:
-                        total = total + (target * (target.log() - logq[b, t])).sum()
-        sums.append(total)
+        ahead = i + 1  # from row t to the row that predicts its label, x_{t+2+i}
+        labels = batch.loss_mask.roll(-ahead - 1, 1) & (batch.documents.roll(-ahead - 1, 1) == batch.documents)
+        labels &= (torch.arange(T) + ahead + 1 < T) & torch.isin(teacher.argmax(-1), kept).roll(-ahead, 1)
+        target = p.roll(-ahead, 1)
+        sums.append((target * (target.log() - logq)).sum(-1)[labels].sum())
         if config.norm_output:
             state = head.norm(state)
     return torch.stack(sums)

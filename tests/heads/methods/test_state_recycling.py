@@ -84,7 +84,7 @@ def test_observing_in_pieces_equals_observing_at_once(make: Callable[[], Any]) -
     """Rounds observe a ragged handful of positions at a time, with padding behind; nothing of it may be seen later, nor
     of what was drafted in between."""
     head, shape = make(), "tree:4x3x15"
-    sizes = {"width": 8, "vocab": 20} if isinstance(head, Medusa) else {}
+    sizes = test_medusa.SIZES if isinstance(head, Medusa) else {}
     batch = random_batch([[20], [20]], num_aux_layers=len(head.aux_layer_ids), **sizes)
     whole = head.propose(seen(head, batch, shape, [12, 12]), greedy)
     state = head.new_state(batch.shared, batch_size=2, capacity=28, shape=parse_shape(shape))
