@@ -49,7 +49,8 @@ def mtp_head(**changes: Any) -> Mtp:
 
 def filled(kind: Callable[[Any, Tensor], Head], config: Any) -> Head:
     counts = torch.randint(0, 9, (config.vocab_size,), generator=torch.Generator().manual_seed(1))
-    return randomised(kind(config, build_vocab(counts, config.draft_vocab_size))).double()
+    head: Head = randomised(kind(config, build_vocab(counts, config.draft_vocab_size)))
+    return head.double()
 
 
 def randomised(head: Any, std: float = 0.3) -> Any:

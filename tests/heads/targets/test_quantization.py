@@ -17,7 +17,9 @@ from tests.support.small_targets import make_target
 
 @pytest.fixture
 def llama_dir(tmp_path: Path) -> Path:
-    sizes = dict(vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_key_value_heads=4)
+    sizes: dict[str, Any] = dict(
+        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_key_value_heads=4
+    )
     make_target("llama", torch.float32, **sizes, initializer_range=0.02).model.save_pretrained(tmp_path)
     return tmp_path
 
