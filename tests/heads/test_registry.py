@@ -70,7 +70,7 @@ IMPOSSIBLE: list[tuple[str, dict[str, Any], str]] = [
     ("dspark", {"ce_weight": 0.0, "l1_weight": 0.0}, "ce_weight, kl_weight, l1_weight: one must be above 0"),
     ("lilicorr", {"lilicorr_candidate_topk": 12}, "lilicorr_candidate_topk: should be 1, 2, 4, 8 or 16"),
     # What depends on the target.
-    ("eagle3", {"draft_vocab_size": 129}, "draft_vocab_size"),
+    *(("eagle3", {"draft_vocab_size": size}, "draft_vocab_size") for size in (-1, 0, 129)),
     ("eagle3", {"aux_layer_ids": [9]}, "aux_layer_ids"),
     ("eagle3", {"num_attention_heads": 3}, "num_attention_heads: expected a multiple of num_key_value_heads"),
     ("eagle3", {"head_dim": 5}, "head_dim"),
