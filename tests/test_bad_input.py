@@ -112,7 +112,6 @@ def test_a_recipe_and_its_data(change: str, named: str, data: bytes, here: Path,
     [
         ("--nonsense", "unrecognized arguments: --nonsense; see --help"),
         ("--num-prompts 0", "--num-prompts"),
-        ("--tree chain", "--tree"),
         ("--tree chain:0", "--tree: tree 'chain:0': a chain has at least 1 draft token"),
         ("--tree chain:2,chain:9", "--tree chain:9: drafts 9 tokens a round, more than the 8 of an answer"),
         ("--temperature 1 --top-p 2", "--top-p"),
@@ -128,8 +127,8 @@ def test_a_recipe_and_its_data(change: str, named: str, data: bytes, here: Path,
         ("--server http://localhost:1 --tree chain:2", "--tree: not supported with --server"),
         ("--max-new-tokens 600", "leave no room for a prompt in the 512 positions"),
         ("--max-prompt-tokens 2", "prompts.jsonl:1"),
-        ("--prompts no.jsonl", "no.jsonl: no such file, and no suite of that name"),
-        ("--prompts no.jsonl --target none", "no.jsonl: no such file"),  # before the target is loaded
+        # Before the target is loaded.
+        ("--prompts no.jsonl --target none", "no.jsonl: no such file, and no suite of that name"),
         ("--out /proc/x", "--out /proc/x: cannot be written to"),
         ("--out .", "--out .: holds a README.md of something else"),
         ("--max-new-tokens 1 --tree chain:1", "prompts: every output ended with its first token"),
