@@ -37,13 +37,11 @@ import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import Cache, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-PROCESSES = 2
-
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Distribute the test files of the command line's folders over processes, if pytest-xdist is installed and has no
-    options. A file stays in one process, since its tests share costly fixtures."""
+    """Distribute the test files of the command line's folders over two processes, if pytest-xdist is installed and has
+    no options. A file stays in one process, since its tests share costly fixtures."""
     options = config.option
     is_one_of_them = "PYTEST_XDIST_WORKER" in os.environ  # a worker also calls this hook, and must not distribute
     if is_one_of_them or not config.pluginmanager.hasplugin("xdist"):
@@ -52,7 +50,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
         return
     if options.usepdb or options.collectonly or all(Path(name.partition("::")[0]).is_file() for name in config.args):
         return
-    options.numprocesses, options.dist, options.loadscopereorder = PROCESSES, "loadfile", False
+    options.numprocesses, options.dist, options.loadscopereorder = 2, "loadfile", False
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -92,14 +90,9 @@ def make_tiny_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token="<s>",
-        eos_token="</s>",
-        unk_token="<unk>",
-        additional_special_tokens=list(SPECIAL_TOKENS[3:]),
-        clean_up_tokenization_spaces=False,
-    )
+    names = dict(zip(("bos_token", "eos_token", "unk_token"), SPECIAL_TOKENS, strict=False))
+    more: dict[str, Any] = {"additional_special_tokens": [*SPECIAL_TOKENS[3:]], "clean_up_tokenization_spaces": False}
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names, **more)
     wrapped.chat_template = CHAT_TEMPLATE
     assert len(wrapped) == 128, len(wrapped)
     return wrapped
@@ -163,18 +156,10 @@ def tiny_target_dir(once: Callable[[str, Callable[[Path], None]], Path]) -> Path
 
     def make(folder: Path) -> None:
         config = LlamaConfig(
-            vocab_size=128,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=8,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=512,
-            initializer_range=0.2,  # wide, so that logits differ and greedy text varies
-            tie_word_embeddings=False,
-            bos_token_id=0,
-            eos_token_id=1,
-        )
+            vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=8, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=512, tie_word_embeddings=False, bos_token_id=0,
+            eos_token_id=1, initializer_range=0.2,  # wide, so that logits differ and greedy text varies
+        )  # fmt: skip
         with torch.random.fork_rng():
             torch.manual_seed(0)
             LlamaForCausalLM(config).save_pretrained(folder)

@@ -2,23 +2,14 @@
 
 import ast
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from scripts.draw_rooms import (
-    PACKAGES,
-    PICTURE,
-    ROOF,
-    ROOMS,
-    ROOT,
-    file_names,
-    imported_names,
-    imports_of,
-    in_order,
-    modules,
-    picture,
-)
+from scripts.draw_rooms import PACKAGES, ROOF, ROOMS, ROOT, file_names, imported_names, imports_of, in_order, modules
+from train.core.strict_yaml import read_settings
+from train.recipe.recipe import KINDS, load_recipe
 
 ORDER = ("heads", "eval", "train", "scripts", "tests")  # each may import itself and the ones before it
 LEAN = {"torch", "transformers", "safetensors", "numpy", "pydantic", "triton"}
@@ -48,9 +39,6 @@ def test_what_runs_a_head_needs_few_packages(folder: str) -> None:
         assert not wrong, f"{path.relative_to(ROOT)} imports {wrong}"
 
 
-MOST_FILES = 20
-
-
 @pytest.mark.parametrize("package", PACKAGES)
 def test_rooms_have_an_order_and_import_no_roof(package: str) -> None:
     """A package's own files, its roof, import every room. Rooms import neither the roof nor each other in a circle."""
@@ -60,11 +48,7 @@ def test_rooms_have_an_order_and_import_no_roof(package: str) -> None:
     assert rooms[-1] == ROOF and {(package, room) for room in rooms[:-1]} == {key for key in ROOMS if key[0] == package}
     for room in rooms:
         files = file_names(ROOT / package / (room if room != ROOF else ""))
-        assert len(files) <= MOST_FILES, f"{package}/{room} has {len(files)} files"
-
-
-def test_the_picture_is_of_these_rooms() -> None:
-    assert PICTURE.read_text(encoding="utf-8") == picture(), "run scripts/write_pages.py"
+        assert len(files) <= 20, f"{package}/{room} has {len(files)} files"
 
 
 def test_no_two_files_import_each_other() -> None:
@@ -83,26 +67,27 @@ def test_no_two_files_import_each_other() -> None:
     assert not left, f"these import each other, or a file of them: {sorted(left)}"
 
 
-def test_no_text_made_of_tokens_is_cleaned_up() -> None:
-    """A tokenizer may ask for it: " !=" becomes "!=", which is not what the model wrote."""
+def parts() -> Iterator[tuple[str, ast.AST]]:
+    """Yield the place and the syntax of every part of the code that is no test."""
     for path in (path for folder in ORDER[:-1] for path in modules(folder)):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("tokenizer.decode"):
-                said = [ast.unparse(word) for word in node.keywords]
-                assert "clean_up_tokenization_spaces=False" in said, f"{path.relative_to(ROOT)}:{node.lineno}"
+            yield f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}", node
+
+
+def test_no_text_made_of_tokens_is_cleaned_up() -> None:
+    """A tokenizer may ask for it: " !=" becomes "!=", which is not what the model wrote."""
+    for place, node in parts():
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("tokenizer.decode"):
+            assert "clean_up_tokenization_spaces=False" in map(ast.unparse, node.keywords), place
 
 
 def test_a_target_is_finished_when_it_is_made() -> None:
     """No code sets the fields of a target, which would stand between what opened it and what uses it."""
-    own = ROOT / "heads/targets/frozen_target.py"
-    (made,) = [n for n in ast.parse(own.read_text()).body if isinstance(n, ast.ClassDef) and n.name == "FrozenTarget"]
-    stored = [n for n in ast.walk(made) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)]
-    fields = {node.attr for node in stored}
+    stored = [(at, n) for at, n in parts() if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)]
+    fields = {node.attr for at, node in stored if at.startswith("heads/targets/frozen_target.py")}
     assert {"eos_token_ids", "template", "placement"} <= fields
-    for path in (path for folder in ORDER[:-1] for path in modules(folder)):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and node.attr in fields:
-                assert ast.unparse(node.value) not in ("target", "draft"), f"{path.relative_to(ROOT)}:{node.lineno}"
+    for place, node in stored:
+        assert node.attr not in fields or ast.unparse(node.value) not in ("target", "draft"), place
 
 
 def test_no_file_shadows_another_module() -> None:
@@ -127,8 +112,6 @@ def test_packages_have_empty_init_files_and_tests_have_none() -> None:
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
 def test_every_recipe_loads(path: Path) -> None:
-    from train.recipe.recipe import load_recipe
-
     assert load_recipe(path)
 
 
@@ -136,8 +119,6 @@ def test_every_recipe_loads(path: Path) -> None:
     "target", ["Qwen/Qwen3-8B", "HuggingFaceTB/SmolLM2-135M-Instruct", "meta-llama/Llama-3.1-8B-Instruct"]
 )
 def test_the_recipes_of_one_public_target_share_data_context_and_tokens(target: str) -> None:
-    from train.core.strict_yaml import read_settings
-
     recipes = [read_settings(path).tree for path in RECIPES]
     recipes = [recipe for recipe in recipes if recipe["target"]["path"] == target]
     assert len(recipes) >= 3
@@ -145,6 +126,4 @@ def test_the_recipes_of_one_public_target_share_data_context_and_tokens(target: 
         assert {**recipe["data"], "on_policy": None} == {**recipes[0]["data"], "on_policy": None}
         assert recipe["train"].get("max_steps") == recipes[0]["train"].get("max_steps")
     if not target.startswith("meta"):
-        from train.recipe.recipe import KINDS
-
         assert sorted(recipe["head"]["kind"] for recipe in recipes) == sorted(KINDS.values())

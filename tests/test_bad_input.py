@@ -18,6 +18,7 @@ from eval import bench, report
 from eval.core.command_line import exit_status
 from heads.core.files import file_hash
 from heads.saved import read_config
+from tests.support.annotations import Capture, Log, Patch
 from tests.support.native_mtp import change_config
 from tests.support.runs import forget_accelerator
 from train.entry import attempt
@@ -28,7 +29,7 @@ PROMPTS = "eval.prompts=bad.jsonl"
 
 
 @pytest.fixture
-def here(tiny_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def here(tiny_run: Path, tmp_path: Path, monkeypatch: Patch) -> Iterator[Path]:
     """A copy of a finished run with its recipe and data, as the current folder."""
     shutil.copytree(tiny_run, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
@@ -38,7 +39,7 @@ def here(tiny_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 
 @pytest.fixture
-def refused(here: Path, capsys: pytest.CaptureFixture[str]) -> Callable[[Callable[[], int]], str]:
+def refused(here: Path, capsys: Capture) -> Callable[[Callable[[], int]], str]:
     """A function that runs a command, which must be refused, and returns its error line."""
 
     def run(command: Callable[[], int]) -> str:
@@ -111,7 +112,6 @@ def test_a_recipe_and_its_data(change: str, named: str, data: bytes, here: Path,
     [
         ("--nonsense", "unrecognized arguments: --nonsense; see --help"),
         ("--num-prompts 0", "--num-prompts"),
-        ("--tree chain", "--tree"),
         ("--tree chain:0", "--tree: tree 'chain:0': a chain has at least 1 draft token"),
         ("--tree chain:2,chain:9", "--tree chain:9: drafts 9 tokens a round, more than the 8 of an answer"),
         ("--temperature 1 --top-p 2", "--top-p"),
@@ -119,10 +119,7 @@ def test_a_recipe_and_its_data(change: str, named: str, data: bytes, here: Path,
         ("--rule ratio", "--rule: has no effect at --temperature 0"),
         ("--sampling model --temperature 0", "--temperature: --sampling model takes it from the target"),
         ("--sampling model --min-p 0", "--min-p: --sampling model takes it from the target"),
-        (
-            "--sampling model --repetition-penalty 1.1",
-            "--repetition-penalty: --sampling model takes it from the target",
-        ),
+        ("--sampling model --repetition-penalty 1.1", "--repetition-penalty: --sampling model takes it from"),
         ("--repetition-penalty 0", "--repetition-penalty"),
         ("--presence-penalty 2.5", "--presence-penalty"),
         ("--device meta", "--device"),
@@ -130,8 +127,8 @@ def test_a_recipe_and_its_data(change: str, named: str, data: bytes, here: Path,
         ("--server http://localhost:1 --tree chain:2", "--tree: not supported with --server"),
         ("--max-new-tokens 600", "leave no room for a prompt in the 512 positions"),
         ("--max-prompt-tokens 2", "prompts.jsonl:1"),
-        ("--prompts no.jsonl", "no.jsonl: no such file, and no suite of that name"),
-        ("--prompts no.jsonl --target none", "no.jsonl: no such file"),  # before the target is loaded
+        # Before the target is loaded.
+        ("--prompts no.jsonl --target none", "no.jsonl: no such file, and no suite of that name"),
         ("--out /proc/x", "--out /proc/x: cannot be written to"),
         ("--out .", "--out .: holds a README.md of something else"),
         ("--max-new-tokens 1 --tree chain:1", "prompts: every output ended with its first token"),
@@ -167,18 +164,14 @@ def test_targets(kind: str, here: Path, tiny_target_dir: Path, refused: Any) -> 
 
 
 def test_a_target_that_was_moved_can_be_named(here: Path, tiny_target_dir: Path, refused: Any) -> None:
-    file = here / "run/head/config.json"
-    config = json.loads(file.read_text())
-    config["draftsmith"]["target"]["name"] = "moved/from/here"
-    file.write_text(json.dumps(config))
+    record = read_config(here / "run/head")
+    change_config(here / "run/head", draftsmith=record | {"target": record["target"] | {"name": "moved/from/here"}})
     fault = "moved/from/here: no such folder; run/head names it as its target: give another copy with --target"
     assert fault in refused(measure)
     assert measure("run", "--target", str(tiny_target_dir)) == 0
 
 
-def test_half_precision_that_cuts_weights_off_is_said(
-    here: Path, tiny_target_dir: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_half_precision_that_cuts_weights_off_is_said(here: Path, tiny_target_dir: Path, caplog: Log) -> None:
     """bfloat16 keeps small weights that float16 rounds to zero."""
     model = LlamaForCausalLM.from_pretrained(tiny_target_dir)
     model.model.layers[0].mlp.down_proj.weight.data.mul_(1e-6)
@@ -217,7 +210,7 @@ def test_a_damaged_comparison_is_refused(here: Path, refused: Any) -> None:
         assert "expected a results.json" in refused(lambda path=path: exit_status(lambda: report.main([str(path)])))
 
 
-def test_nothing_to_draft_is_given_at_the_first_measurement(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_to_draft_is_given_at_the_first_measurement(here: Path, capsys: Capture) -> None:
     """A tau that is NaN would stay the best one."""
     assert train("eval.max_new_tokens=1", "train.warmup_steps=1") == 2
     assert "prompts.jsonl: every output ended with its first token" in capsys.readouterr().err.splitlines()[-1]
@@ -244,12 +237,12 @@ def test_results_are_of_the_head_that_is_there_and_of_the_settings_asked_for(her
     assert measured()["head"]["sha256"] == again != first["head"]["sha256"]
 
 
-def test_no_memory_is_the_users_to_mend(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_memory_is_the_users_to_mend(capsys: Capture) -> None:
     assert exit_status(lambda: len(torch.empty(2**50))) == 2
     assert capsys.readouterr().err.startswith("error: out of memory (")
 
 
-def test_a_library_that_cannot_be_imported_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_library_that_cannot_be_imported_is_named(capsys: Capture) -> None:
     def main() -> int:
         raise ImportError("libx.so.1: cannot open shared object file", name="torch._C")
 

@@ -10,11 +10,10 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from html import escape
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -35,9 +34,11 @@ from heads.registry import HEADS, build_head
 from heads.saved import save_head, target_record
 from heads.targets.load import load_target
 from heads.targets.target_files import load_tokenizer
+from scripts import draw_rooms
 from scripts.write_pages import CURVES, MARK, PICTURE, RESULTS, curve_chart
 from scripts.write_pages import pages as generated
 from tests.conftest import small_recipe
+from tests.support.annotations import Capture, Patch
 from tests.support.chats import encode_chat
 from tests.support.runs import forget_accelerator
 from tests.support.switches import forget_library
@@ -83,8 +84,7 @@ TINY = {
 """Program -> options that make it fast."""
 
 
-@dataclass(frozen=True)
-class Command:
+class Command(NamedTuple):
     page: str
     text: str
     needs: str | None
@@ -101,10 +101,6 @@ class Command:
     @property
     def arguments(self) -> list[str]:
         return self.words[self.words.index(self.program) + 1 :]
-
-    @property
-    def is_ours(self) -> bool:
-        return self.program.endswith(".py")
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -125,13 +121,13 @@ def commands_of(page: Path) -> Iterator[Command]:
 
 
 COMMANDS = list(dict.fromkeys(command for page in PAGES for command in commands_of(page)))
-OURS = [command for command in COMMANDS if command.is_ours]
+OURS = [command for command in COMMANDS if command.program.endswith(".py")]
 ONCE = {command.text: command for command in reversed(OURS)}
 RUN = [c for c in OURS if c is ONCE[c.text] and c.needs is None and c.program not in ELSEWHERE]
 
 
 @pytest.mark.parametrize("command", OURS, ids=lambda command: f"{command.page}: {command.text}")
-def test_a_command_is_understood(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_is_understood(command: Command, monkeypatch: Patch) -> None:
     monkeypatch.chdir(ROOT)
     assert (ROOT / command.program).is_file(), f"{command.page} runs {command.program}, which is not there"
     if command.arguments == ["--help"]:
@@ -152,7 +148,7 @@ def test_a_command_is_understood(command: Command, monkeypatch: pytest.MonkeyPat
 
 
 def test_every_command_of_others_is_run_elsewhere_or_needs_what_is_not_here() -> None:
-    others = [command for command in COMMANDS if not command.is_ours and command.needs is None]
+    others = [command for command in COMMANDS if command not in OURS and command.needs is None]
     assert all(command.program in (*ELSEWHERE, ".ci/run") for command in others), others
     for program, place in ELSEWHERE.items():
         assert Path(program).stem in (ROOT / place).read_text(), f"{place} does not run {program}"
@@ -193,9 +189,7 @@ def marked(command: Command) -> Any:
 
 
 @pytest.mark.parametrize("command", [*map(marked, RUN)], ids=lambda command: f"{command.page}: {command.text}")
-def test_a_command_runs(
-    command: Command, checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_command_runs(command: Command, checkout: Path, monkeypatch: Patch, capsys: Capture) -> None:
     # In order, as a reader would run them: later commands measure what earlier ones trained.
     monkeypatch.chdir(checkout)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
@@ -215,9 +209,7 @@ def test_a_command_runs(
     assert status == 0, capsys.readouterr().err
 
 
-def test_the_program_in_python_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_program_in_python_runs(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
     (program,) = (block for page in PAGES for block in blocks(page, "python") if "Engine(" in block)
     assert len([line for line in program.splitlines() if line]) <= 12
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
@@ -232,11 +224,7 @@ def test_the_program_in_python_runs(
 
 
 def test_training_from_python_runs(
-    tiny_target_dir: Path,
-    tmp_path: Path,
-    without_charts: None,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tiny_target_dir: Path, tmp_path: Path, without_charts: None, monkeypatch: Patch, capsys: Capture
 ) -> None:
     (program,) = (block for page in PAGES for block in blocks(page, "python") if "train(" in block)
     recipe = small_recipe(tmp_path, tiny_target_dir)
@@ -264,11 +252,7 @@ def test_every_conversation_that_is_shown_gives_labels(page: Path, tiny_target_d
 
 @pytest.mark.parametrize("chats", [4, pytest.param(200, marks=pytest.mark.slow)])
 def test_a_recipe_trains_another_model_on_other_data(
-    chats: int,
-    tiny_target_dir: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    chats: int, tiny_target_dir: Path, tmp_path: Path, monkeypatch: Patch, capsys: Capture
 ) -> None:
     # The target's template knows no arguments. The options only make the run small: none mends a setting.
     (command,) = (command for command in OURS if "target.path=OWNER/MODEL" in command.text)
@@ -363,6 +347,7 @@ def test_every_key_of_a_sweep_is_listed() -> None:
 def test_what_is_generated_of_the_pages_is_up_to_date() -> None:
     for page, text in generated().items():
         assert page.read_text(encoding="utf-8") == text, f"{page.relative_to(ROOT)}: run python scripts/write_pages.py"
+    assert draw_rooms.PICTURE.read_text(encoding="utf-8") == draw_rooms.picture(), "run scripts/write_pages.py"
     assert escape(curve_chart(CURVES).note) in PICTURE.read_text(encoding="utf-8")
 
 

@@ -17,12 +17,12 @@ from heads.saved import load_head, save_head, target_record
 from heads.targets.load import load_target
 from scripts import publish
 from tests.engines.engine_record import DRAFT, EAGLE3, SMALL, VARIABLE, add_row, need, new_head
+from tests.engines.vllm_process import TARGET
 from tests.support.annotations import Capture, Once
 from tests.support.chats import talk, write_chats
 from tests.support.refusals import refused
 
 pytestmark = pytest.mark.engine
-TARGET = Path(__file__).parents[2] / "recipes/quickstart/target"
 HEADS: dict[str, dict[str, Any]] = {
     "eagle3": EAGLE3,
     "eagle3, norm_output": {"norm_output": True, "intermediate_size": 384},

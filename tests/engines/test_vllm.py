@@ -99,7 +99,6 @@ def train_head(folder: Path, target: Path, family: Family) -> None:
         "eval": {"prompts": HELD_OUT_SUITE, "num_prompts": 2, "max_new_tokens": 16, "tree": f"chain:{family.depth}"},
     }  # fmt: skip
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    forget_accelerator()
     train(folder / "recipe.yaml")
     forget_accelerator()
 

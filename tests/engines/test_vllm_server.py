@@ -77,9 +77,7 @@ def test_states_of_a_whole_vllm_are_the_targets_and_train_a_head(recipe: Path, u
         (theirs.hidden[kept], own.hidden[kept]),
     ):
         assert float((found - expected).norm() / expected.norm()) < 1e-4
-    forget_accelerator()
     train(recipe, f"features={{kind: vllm, url: {url}}}")
-    forget_accelerator()
     train(recipe, f"output_dir={tmp_path}/own")
     served, alone = ([line["loss"] for line in lines(tmp_path / name, "train")] for name in ("run", "own"))
     assert served == pytest.approx(alone, rel=1e-3)

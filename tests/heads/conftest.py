@@ -11,6 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from heads.blocks import block_loss
 from heads.parts import losses
+from heads.registry import build_head
+from heads.saved import save_head, target_record
 from heads.targets.frozen_target import FrozenTarget
 from heads.targets.load import load_target
 
@@ -19,6 +21,22 @@ from heads.targets.load import load_target
 def target(tiny_target_dir: Path) -> FrozenTarget:
     """A Llama of 8 layers and 128 tokens."""
     return load_target(str(tiny_target_dir), dtype=torch.float32)
+
+
+@pytest.fixture
+def saved(target: FrozenTarget, tmp_path: Path) -> Callable[..., Path]:
+    """A function (kind, settings of a head) that saves a new head of the target and returns its folder."""
+
+    def save(kind: str, **settings: Any) -> Path:
+        return save_new(tmp_path / f"{kind}-{len(list(tmp_path.iterdir()))}", target, kind, **settings)
+
+    return save
+
+
+def save_new(folder: Path, target: FrozenTarget, kind: str, **settings: Any) -> Path:
+    head = build_head(kind, settings, target, torch.zeros(target.vocab_size))  # whose weights nothing reads
+    save_head(head, folder, target=target_record(target))
+    return folder
 
 
 @pytest.fixture

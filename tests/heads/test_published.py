@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 from torch.nn.functional import rms_norm
 
 from heads.blocks.block_attention import all_blocks
@@ -100,13 +99,6 @@ def test_a_pickle_is_read_only_by_its_name(target: FrozenTarget, tmp_path: Path)
     assert "pytorch_model.bin" in refused(read_published, f"{path}/pytorch_model.bin", target)
 
 
-def theirs_of_vllm(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {
-        f"lm_heads.{name[0]}.weight" if name[2] == "1" else f"blocks.{name[0]}.layers.{name[2]}.{name[11:]}": value
-        for name, value in weights.items()
-    }
-
-
 @pytest.mark.parametrize("form", ["safetensors", "pickle", "prefixed", "vLLM"])
 def test_medusas_layouts(form: str, target: FrozenTarget, tmp_path: Path) -> None:
     head, file = medusa(), "medusa_lm_head.pt" if form == "pickle" else "medusa_lm_head.safetensors"
@@ -115,7 +107,11 @@ def test_medusas_layouts(form: str, target: FrozenTarget, tmp_path: Path) -> Non
     if form == "prefixed":
         weights = {f"medusa_head.{name}": value for name, value in weights.items()}
     if form == "vLLM":
-        weights, file, config = theirs_of_vllm(weights), "model.safetensors", {"num_heads": 3, "model_type": "medusa"}
+        file, config = "model.safetensors", {"num_heads": 3, "model_type": "medusa"}
+        weights = {
+            f"lm_heads.{name[0]}.weight" if name[2] == "1" else f"blocks.{name[0]}.layers.{name[2]}.{name[11:]}": value
+            for name, value in weights.items()
+        }
     path = write(tmp_path / "head", config, weights, file)
     found = read_published(f"{path}/{file}" if form == "pickle" else path, target)
     drafts_equal(found, head, target)

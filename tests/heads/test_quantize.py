@@ -1,6 +1,7 @@
 """Heads in 8 bits: what engines read, and what the runtime makes of it."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,6 @@ from heads.core.engines import ENGINES, LLAMACPP
 from heads.formats.quantized import PROJECTIONS, quantized
 from heads.quantize import quantize_head
 from heads.saved import check_loaders, load_head
-from heads.targets.frozen_target import FrozenTarget
-from tests.heads.formats.test_engine_folder import save
 from tests.support.refusals import refused
 
 STEP = {"fp8": 2.0**-4, "int8": 1 / 127 / 2}
@@ -23,14 +22,13 @@ STEP = {"fp8": 2.0**-4, "int8": 1 / 127 / 2}
 @pytest.mark.parametrize("dtype", STEP)
 @pytest.mark.parametrize(("kind", "settings"), [("eagle3", {"draft_vocab_size": 100}), ("draft", {"layers": [0, 5]})])
 def test_projections_are_saved_in_8_bits_with_the_scales_of_their_rows(
-    kind: str, settings: dict[str, Any], dtype: str, target: FrozenTarget, tmp_path: Path
+    kind: str, settings: dict[str, Any], dtype: str, saved: Callable[..., Path], tmp_path: Path
 ) -> None:
-    path, out = str(save(tmp_path / "head", target, kind, **settings)), tmp_path / "out"
-    (tmp_path / "head/acceptance.json").write_text("{}")  # was not measured of the copy
-    before, after = quantize_head(path, out, dtype)
-    assert after < before
-    assert not (out / "acceptance.json").exists()
-    weights, made = load_file(f"{path}/model.safetensors"), load_file(out / "model.safetensors")
+    path, out = saved(kind, **settings), tmp_path / "out"
+    (path / "acceptance.json").write_text("{}")  # was not measured of the copy
+    before, after = quantize_head(str(path), out, dtype)
+    assert after < before and not (out / "acceptance.json").exists()
+    weights, made = load_file(path / "model.safetensors"), load_file(out / "model.safetensors")
     again = load_head(out).to_checkpoint()
     assert again.keys() == weights.keys()
     for name, weight in weights.items():
@@ -46,12 +44,11 @@ def test_projections_are_saved_in_8_bits_with_the_scales_of_their_rows(
     assert said["format"] == {"fp8": "float-quantized", "int8": "int-quantized"}[dtype]
 
 
-def test_what_is_not_quantised(target: FrozenTarget, tmp_path: Path) -> None:
-    path, out = str(save(tmp_path / "head", target, "eagle3")), tmp_path / "out"
+def test_what_is_not_quantised(saved: Callable[..., Path], tmp_path: Path) -> None:
+    path, medusa, out = str(saved("eagle3")), str(saved("medusa")), tmp_path / "out"
     assert "there is something already" in refused(quantize_head, path, tmp_path, "int8")
     quantize_head(path, out, "int8")
     assert "is quantised already" in refused(quantize_head, str(out), tmp_path / "more", "int8")
-    medusa = str(save(tmp_path / "medusa", target, "medusa"))
     assert "kind medusa" in refused(quantize_head, medusa, tmp_path / "more", "int8")
     assert "h.0.attn.c_attn.weight: layers with" in refused(quantized, {"h.0.attn.c_attn.weight": torch.eye(2)}, "fp8")
     assert not (tmp_path / "more").exists()

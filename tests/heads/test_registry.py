@@ -70,7 +70,7 @@ IMPOSSIBLE: list[tuple[str, dict[str, Any], str]] = [
     ("dspark", {"ce_weight": 0.0, "l1_weight": 0.0}, "ce_weight, kl_weight, l1_weight: one must be above 0"),
     ("lilicorr", {"lilicorr_candidate_topk": 12}, "lilicorr_candidate_topk: should be 1, 2, 4, 8 or 16"),
     # What depends on the target.
-    ("eagle3", {"draft_vocab_size": 129}, "draft_vocab_size"),
+    *(("eagle3", {"draft_vocab_size": size}, "draft_vocab_size") for size in (-1, 0, 129)),
     ("eagle3", {"aux_layer_ids": [9]}, "aux_layer_ids"),
     ("eagle3", {"num_attention_heads": 3}, "num_attention_heads: expected a multiple of num_key_value_heads"),
     ("eagle3", {"head_dim": 5}, "head_dim"),
@@ -121,6 +121,9 @@ def test_the_final_norms_scale_is_found(family: str) -> None:
     torch.testing.assert_close(norm(x[None])[0], x * scale, atol=1e-4, rtol=1e-4)
 
 
+SIZES: dict[str, Any] = dict(
+    hidden_size=32, num_attention_heads=4, num_hidden_layers=8, max_position_embeddings=512, **LENGTH
+)
 SCALED: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3": ("llama", LLAMA3),
     "gpt-oss's yarn": ("qwen2", YARN | {"truncate": False}),
@@ -132,9 +135,7 @@ SCALED: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize(("family", "scaling"), SCALED.values(), ids=SCALED.keys())
 def test_new_heads_have_the_targets_positions(family: str, scaling: dict[str, Any]) -> None:
     """Also in both engines, which read config.json as transformers does."""
-    sizes: dict[str, Any] = dict(hidden_size=32, num_attention_heads=4, num_hidden_layers=8)
-    sizes |= dict(max_position_embeddings=512, original_max_position_embeddings=64)
-    target = FrozenTarget(make_model(family, **sizes, rope_parameters={"rope_theta": 5e4, **scaling}), family)
+    target = FrozenTarget(make_model(family, **SIZES, rope_parameters={"rope_theta": 5e4, **scaling}), family)
     for kind in ("eagle3", "mtp", "dflash", "dspark"):
         settings = {"mask_token_id": 3} if kind.startswith("d") else {}
         head = build_head(kind, settings, target, torch.zeros(target.vocab_size))
@@ -174,10 +175,8 @@ def test_other_positions_than_the_targets_claim_the_length_that_they_hold_for() 
 def test_factors_are_of_a_heads_frequencies(kind: str, width: int | None, part: float, factors: list[float]) -> None:
     """LongRoPE has one for each frequency that the target's heads turn, which may be wider."""
     longrope = LONGROPE | ({"short_factor": [1.0, 1.5], "long_factor": [1.0, 8.0]} if part < 1 else {})
-    sizes: dict[str, Any] = dict(hidden_size=32, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=8)
-    sizes |= dict(max_position_embeddings=512, original_max_position_embeddings=64, head_dim=8)
     rope = {"rope_theta": 1e4, **longrope, "partial_rotary_factor": part}
-    target = FrozenTarget(make_model("phi3", **sizes, rope_parameters=rope), "phi")
+    target = FrozenTarget(make_model("phi3", **SIZES, num_key_value_heads=2, head_dim=8, rope_parameters=rope), "phi")
     settings = {"head_dim": width} | ({"mask_token_id": 5} if kind == "dflash" else {})
     config = build_head(kind, settings, target, torch.ones(40)).config
     assert config.rope_scaling["rope_type"] == "longrope" and config.max_position_embeddings == 512

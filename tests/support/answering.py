@@ -1,19 +1,13 @@
-"""A local server with the protocol of vLLM or SGLang. A function gives its answers or, in its own process, a target:
-python -m tests.support.answering TARGET."""
+"""A local server with the protocol of vLLM or SGLang, whose answers a function gives."""
 
 import json
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Self
 
-import torch
-
-from eval.measure.open_models import load_pair
 from eval.runtime.engine import Engine, EngineOptions, Request
 from eval.runtime.sampling_params import Sampling
 from heads.targets.frozen_target import FrozenTarget
@@ -147,16 +141,3 @@ def by_engine(target: FrozenTarget, max_length: int = 128) -> Answer:
             return engine.generate([request])[0].tokens
 
     return answer
-
-
-def main() -> None:
-    """Print the address, and serve a target until the process is ended."""
-    target, _ = load_pair(sys.argv[1], dtype="auto", device=torch.device("cpu"), trust_remote_code=False)
-    with serving(Stub(by_engine(target, target.context_length), model=sys.argv[1])) as stub:
-        print(stub.url, flush=True)
-        while True:
-            time.sleep(1)
-
-
-if __name__ == "__main__":
-    main()

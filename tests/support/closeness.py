@@ -14,13 +14,12 @@ def assert_close(
 ) -> None:
     """Assert that `got` is `want` up to rounding, on any processor.
 
-    A sum is off by some eps times the size of its terms, whatever its own size. How many depends on the order of the
-    additions, which the processor decides: the width of its vectors, tiles, fused multiplications. An element near 0 is
-    often a difference of large terms. So the tolerance is the same for all elements: `roundings` * eps * `scale`.
+    A sum is off by some eps times the size of its terms, whatever its own size; how many depends on the order of the
+    additions, which the processor decides. An element near 0 is often a difference of large terms, so the tolerance is
+    the same for all elements: `roundings` * eps * `scale`.
 
     roundings: of one sum some 16, of a few layers 64, of a whole model hundreds: ten times what was seen with SSE, AVX2
-    and AVX-512. Even 1024 of float32 are 1e-4 of the largest element; a token too many or another factor are a hundred
-    times that.
+    and AVX-512. A token too many or another factor are a hundred times what even 1024 allow.
     scale: size of what is summed; default: the largest finite element of `want`, which is to be computed in float64
     where that is possible.
     precision: the dtype whose eps counts. Default: float64 if both are, else float32. Tensors of float64 may come from

@@ -92,7 +92,8 @@ class EveryDraw:
             x = picked[..., r, None]
             mass = left.sum(-1, keepdim=True)
             # If no probability is left, a real pick takes some token; here the lowest unused one.
-            lowest = min_unused(picked[..., :r], logits.shape[2])[..., None]
+            taken = (picked[..., :r, None] == torch.arange(logits.shape[2])).any(-2)
+            lowest = (~taken).long().argmax(-1, keepdim=True)
             chance = torch.where(mass > 0, left.gather(-1, x) / mass, (x == lowest).double())
             self.weight *= chance[..., 0].prod(1)
             left = left.scatter(-1, x, 0.0)
@@ -100,12 +101,6 @@ class EveryDraw:
 
     def distribution(self, vocab: int) -> Tensor:
         return torch.cat(self.distributions, dim=1).exp()
-
-
-def min_unused(used: Tensor, vocab: int) -> Tensor:
-    """Return the lowest token that is not among those in the last dimension."""
-    taken = (used[..., None] == torch.arange(vocab)).any(-2)
-    return (~taken).long().argmax(-1)
 
 
 def draws_of(shape: TreeShape) -> list[int]:

@@ -45,21 +45,15 @@ def measurement(
 def results_of(*measurements: Measurement, head: dict[str, Any] | None = None, **changes: Any) -> Results:
     """Return the results of one head, of which the first measurement is the headline."""
     settings = {"prompts": "gsm8k", "suites": ["gsm8k"], "prompts_hash": "0", "trees": ["chain:3"]}
+    facts: dict[str, Any] = {"kind": "eagle3", "path": "runs/a/head", "sha256": None}
     numbers = dict.fromkeys(("num_prompts", "distinct_prompts", "max_new_tokens", "repeats"), 64)
-    facts: dict[str, Any] = {
-        "kind": "eagle3",
-        "path": "runs/a/head",
-        "sha256": None,
-        "parameters": 5000,
-        "aux_layer_ids": [],
-    }
     exacts = [m.exact for m in measurements]
     return Results.model_validate(
         {
             **{"schema_version": 1, "measured_at": "2026-11-03T00:00:00.000+00:00", "target": {"name": "org/target"}},
             **{"device": {"name": "CPU", "threads": 2}, "dtype": "float32", "versions": {"draftsmith": "abcdef0123"}},
             "settings": settings | numbers | {"batch_size": 1, "seed": 0},
-            "heads": [{**facts, "aux_layer_ids": [], "config": {}, **(head or {})}],
+            "heads": [facts | {"parameters": 5000, "aux_layer_ids": [], "config": {}, **(head or {})}],
             "exact": {
                 "prompts": sum(exact.prompts for exact in exacts),
                 "identical": sum(exact.identical or 0 for exact in exacts),

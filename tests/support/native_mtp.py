@@ -5,6 +5,7 @@ The names are written out here as in the published checkpoints. The code under t
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ COMMON = dict(
 MIMO = dict(num_hidden_layers=3, num_key_value_heads=2)
 DEEPSEEK = dict(
     num_hidden_layers=3, num_key_value_heads=4, n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2,
-    moe_intermediate_size=16, n_group=2, topk_group=1, first_k_dense_replace=1, q_lora_rank=24, kv_lora_rank=16,
+    moe_intermediate_size=16, n_group=2, topk_group=1, q_lora_rank=24, kv_lora_rank=16,
     qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=12,
 )  # fmt: skip
 GLM = dict(
@@ -33,128 +34,115 @@ QWEN = dict(
     moe_intermediate_size=16, shared_expert_intermediate_size=16, linear_num_value_heads=2, linear_num_key_heads=2,
     linear_key_head_dim=8, linear_value_head_dim=8,
 )  # fmt: skip
-ATTENTION = {"layer_types": ["full_attention"] * 4}
-"""Attention layers only, in place of Qwen's recurrent layers."""
-TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
-    "mimo": ("qwen2", MIMO),
-    "deepseek": ("deepseek_v3", DEEPSEEK),
-    "glm": ("glm4_moe", GLM),
-    "glm_flash": ("glm4_moe_lite", {k: v for k, v in DEEPSEEK.items() if k != "first_k_dense_replace"}),
-    "qwen": ("qwen3_next", QWEN | ATTENTION),
-    "qwen_fused": ("qwen3_5_moe_text", QWEN | ATTENTION),
-    "qwen_dense": ("qwen3_5_text", QWEN | ATTENTION),
-    "hybrid": ("qwen3_next", QWEN),
-    "hybrid_fused": ("qwen3_5_moe_text", QWEN),
-}
-
-
 Shapes = dict[str, tuple[int, ...]]
+
+
+def weights(prefix: str, **shapes: tuple[int, ...]) -> Shapes:
+    """Return shapes of weights. Two underscores in a name mean a dot."""
+    return {f"{prefix}.{name.replace('__', '.')}.weight": shape for name, shape in shapes.items()}
 
 
 def norms(prefix: str, *names: str) -> Shapes:
     return {f"{prefix}.{name}.weight": (D,) for name in names}
 
 
+def biased(prefix: str, **widths: int) -> Shapes:
+    return weights(prefix, **{n: (w, D) for n, w in widths.items()}) | {
+        f"{prefix}.{n}.bias": (widths[n],) for n in widths
+    }
+
+
 def mlp(prefix: str, width: int) -> Shapes:
-    shapes = {"gate_proj": (width, D), "up_proj": (width, D), "down_proj": (D, width)}
-    return {f"{prefix}.{name}.weight": shape for name, shape in shapes.items()}
+    return weights(prefix, gate_proj=(width, D), up_proj=(width, D), down_proj=(D, width))
+
+
+def experts(prefix: str) -> Shapes:
+    return {name: shape for e in range(4) for name, shape in mlp(f"{prefix}.experts.{e}", 16).items()}
 
 
 def mimo_shapes(i: int) -> Shapes:
     p = f"model.mtp_layers.{i}"
-    widths = {"q": D, "k": 16, "v": 16}
     return {
         **norms(p, "token_layernorm", "hidden_layernorm", "final_layernorm"),
-        f"{p}.input_proj.weight": (D, 2 * D),
         **norms(p, "input_layernorm", "post_attention_layernorm"),
-        **{f"{p}.self_attn.{name}_proj.weight": (width, D) for name, width in widths.items()},
-        **{f"{p}.self_attn.{name}_proj.bias": (width,) for name, width in widths.items()},
-        f"{p}.self_attn.o_proj.weight": (D, D),
+        **weights(p, input_proj=(D, 2 * D), self_attn__o_proj=(D, D)),
+        **biased(f"{p}.self_attn", q_proj=D, k_proj=16, v_proj=16),
         **mlp(f"{p}.mlp", 48),
+    }
+
+
+def around_attention(i: int) -> Shapes:
+    """Return the shapes that DeepSeek's family and GLM-4.5 have in common."""
+    p = f"model.layers.{3 + i}"
+    return {
+        **norms(p, "enorm", "hnorm", "shared_head.norm", "input_layernorm", "post_attention_layernorm"),
+        **weights(p, eh_proj=(D, 2 * D), mlp__gate=(4, D)),
+        f"{p}.mlp.gate.e_score_correction_bias": (4,),
+        **mlp(f"{p}.mlp.shared_experts", 16),
+        **experts(f"{p}.mlp"),
     }
 
 
 def deepseek_shapes(i: int) -> Shapes:
-    p = f"model.layers.{3 + i}"
-    shapes: Shapes = {
-        **norms(p, "enorm", "hnorm", "shared_head.norm"),
-        f"{p}.eh_proj.weight": (D, 2 * D),
-        **norms(p, "input_layernorm", "post_attention_layernorm"),
-        f"{p}.self_attn.q_a_proj.weight": (24, D),
-        f"{p}.self_attn.q_a_layernorm.weight": (24,),
-        f"{p}.self_attn.q_b_proj.weight": (4 * 24, 24),
-        f"{p}.self_attn.kv_a_proj_with_mqa.weight": (16 + 8, D),
-        f"{p}.self_attn.kv_a_layernorm.weight": (16,),
-        f"{p}.self_attn.kv_b_proj.weight": (4 * (16 + 12), 16),
-        f"{p}.self_attn.o_proj.weight": (D, 4 * 12),
-        f"{p}.mlp.gate.weight": (4, D),
-        f"{p}.mlp.gate.e_score_correction_bias": (4,),
-        **mlp(f"{p}.mlp.shared_experts", 16),
-    }
-    for e in range(4):
-        shapes |= mlp(f"{p}.mlp.experts.{e}", 16)
-    return shapes
+    return around_attention(i) | weights(
+        f"model.layers.{3 + i}.self_attn",
+        **dict(q_a_proj=(24, D), q_a_layernorm=(24,), q_b_proj=(4 * 24, 24)),
+        **dict(kv_a_proj_with_mqa=(16 + 8, D), kv_a_layernorm=(16,), kv_b_proj=(4 * (16 + 12), 16)),
+        o_proj=(D, 4 * 12),
+    )
 
 
 def glm_shapes(i: int) -> Shapes:
-    """Return the shapes of GLM-4.5, which has DeepSeek's names around its own attention."""
     p = f"model.layers.{3 + i}.self_attn"
-    widths = {"q": 4 * 16, "k": 2 * 16, "v": 2 * 16}
+    attention = biased(p, q_proj=4 * 16, k_proj=2 * 16, v_proj=2 * 16)
+    return around_attention(i) | attention | weights(p, o_proj=(D, 4 * 16), q_norm=(16,), k_norm=(16,))
+
+
+def around_mlp(i: int) -> Shapes:
+    """Return the shapes that all of Qwen's modules have."""
+    assert i == 0
+    p = "mtp.layers.0"
     return {
-        **{name: shape for name, shape in deepseek_shapes(i).items() if ".self_attn." not in name},
-        **{f"{p}.{name}_proj.weight": (width, D) for name, width in widths.items()},
-        **{f"{p}.{name}_proj.bias": (width,) for name, width in widths.items()},
-        f"{p}.o_proj.weight": (D, 4 * 16),
-        f"{p}.q_norm.weight": (16,),
-        f"{p}.k_norm.weight": (16,),
+        **norms("mtp", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"),
+        **norms(p, "input_layernorm", "post_attention_layernorm"),
+        **weights("mtp", fc=(D, 2 * D)),
+        **weights(f"{p}.self_attn", q_proj=(2 * 4 * 16, D), k_proj=(2 * 16, D), v_proj=(2 * 16, D), o_proj=(D, 4 * 16)),
+        **weights(f"{p}.self_attn", q_norm=(16,), k_norm=(16,)),
     }
 
 
 def qwen_dense_shapes(i: int) -> Shapes:
-    assert i == 0
-    p = "mtp.layers.0"
-    return {
-        "mtp.fc.weight": (D, 2 * D),
-        **norms("mtp", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"),
-        **norms(p, "input_layernorm", "post_attention_layernorm"),
-        f"{p}.self_attn.q_proj.weight": (2 * 4 * 16, D),
-        f"{p}.self_attn.k_proj.weight": (2 * 16, D),
-        f"{p}.self_attn.v_proj.weight": (2 * 16, D),
-        f"{p}.self_attn.o_proj.weight": (D, 4 * 16),
-        f"{p}.self_attn.q_norm.weight": (16,),
-        f"{p}.self_attn.k_norm.weight": (16,),
-        **mlp(f"{p}.mlp", 48),
-    }
+    return around_mlp(i) | mlp("mtp.layers.0.mlp", 48)
+
+
+def around_experts(i: int) -> Shapes:
+    p = "mtp.layers.0.mlp"
+    return around_mlp(i) | weights(p, gate=(4, D), shared_expert_gate=(1, D)) | mlp(f"{p}.shared_expert", 16)
 
 
 def qwen_shapes(i: int) -> Shapes:
     """Return the shapes of Qwen3-Next and of Qwen3.5's mixtures of experts."""
-    p = "mtp.layers.0.mlp"
-    shapes = {name: shape for name, shape in qwen_dense_shapes(i).items() if ".mlp." not in name}
-    shapes |= {f"{p}.gate.weight": (4, D), f"{p}.shared_expert_gate.weight": (1, D)}
-    shapes |= mlp(f"{p}.shared_expert", 16)
-    for e in range(4):
-        shapes |= mlp(f"{p}.experts.{e}", 16)
-    return shapes
+    return around_experts(i) | experts("mtp.layers.0.mlp")
 
 
 def qwen_fused_shapes(i: int) -> Shapes:
     """Return the shapes of Qwen3.6's mixtures of experts, with one tensor for all experts."""
-    shapes = {name: shape for name, shape in qwen_shapes(i).items() if ".experts." not in name}
     p = "mtp.layers.0.mlp.experts"
-    return shapes | {f"{p}.gate_up_proj": (4, 2 * 16, D), f"{p}.down_proj": (4, D, 16)}
+    return around_experts(i) | {f"{p}.gate_up_proj": (4, 2 * 16, D), f"{p}.down_proj": (4, D, 16)}
 
 
-SHAPES = {
-    "mimo": mimo_shapes,
-    "deepseek": deepseek_shapes,
-    "glm": glm_shapes,
-    "glm_flash": deepseek_shapes,
-    "qwen": qwen_shapes,
-    "qwen_fused": qwen_fused_shapes,
-    "qwen_dense": qwen_dense_shapes,
-    "hybrid": qwen_shapes,
-    "hybrid_fused": qwen_fused_shapes,
+ATTENTION = QWEN | {"layer_types": ["full_attention"] * 4}
+"""Attention layers only, in place of Qwen's recurrent layers."""
+TARGETS: dict[str, tuple[str, dict[str, Any], Callable[[int], Shapes]]] = {
+    "mimo": ("qwen2", MIMO, mimo_shapes),
+    "deepseek": ("deepseek_v3", DEEPSEEK | dict(first_k_dense_replace=1), deepseek_shapes),
+    "glm": ("glm4_moe", GLM, glm_shapes),
+    "glm_flash": ("glm4_moe_lite", DEEPSEEK, deepseek_shapes),
+    "qwen": ("qwen3_next", ATTENTION, qwen_shapes),
+    "qwen_fused": ("qwen3_5_moe_text", ATTENTION, qwen_fused_shapes),
+    "qwen_dense": ("qwen3_5_text", ATTENTION, qwen_dense_shapes),
+    "hybrid": ("qwen3_next", QWEN, qwen_shapes),
+    "hybrid_fused": ("qwen3_5_moe_text", QWEN, qwen_fused_shapes),
 }
 
 
@@ -163,7 +151,7 @@ def write_native(
 ) -> dict[str, Tensor]:
     """Write a target of `family` with its modules to `folder`, and return the modules' own tensors. They are stored in
     `dtype`, with values that bfloat16 can represent; a router's score correction is in float32."""
-    model_type, size = TARGETS[family]
+    model_type, size, shapes = TARGETS[family]
     config = AutoConfig.for_model(model_type, **COMMON, **size, num_nextn_predict_layers=modules)
     auto: Any = AutoModelForCausalLM
     with torch.random.fork_rng():
@@ -171,16 +159,16 @@ def write_native(
         auto.from_config(config, dtype=torch.float32).save_pretrained(folder)
         native: dict[str, Tensor] = {}
         for i in range(modules):
-            for name, shape in SHAPES[family](i).items():
+            for name, shape in shapes(i).items():
                 value = torch.randn(shape) * 0.2 + (1.0 if "norm" in name and "qwen" not in family else 0.0)
                 native[name] = value.bfloat16().to(torch.float32 if name.endswith("correction_bias") else dtype)
-    weights = load_file(folder / "model.safetensors")
+    stored = load_file(folder / "model.safetensors")
     shared = {}
     if family in ("deepseek", "glm"):  # stored a second time, as in the published checkpoint
         for i in range(modules):
-            shared[f"model.layers.{3 + i}.embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
-            shared[f"model.layers.{3 + i}.shared_head.head.weight"] = weights["lm_head.weight"].clone()
-    save_file(weights | native | shared, folder / "model.safetensors", metadata={"format": "pt"})
+            shared[f"model.layers.{3 + i}.embed_tokens.weight"] = stored["model.embed_tokens.weight"].clone()
+            shared[f"model.layers.{3 + i}.shared_head.head.weight"] = stored["lm_head.weight"].clone()
+    save_file(stored | native | shared, folder / "model.safetensors", metadata={"format": "pt"})
     if family == "mimo":
         change_config(folder, model_type="mimo", architectures=["MiMoForCausalLM"])
     return native

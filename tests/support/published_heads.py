@@ -17,7 +17,7 @@ from heads.published import is_published, read_published
 from heads.registry import HEADS
 from heads.saved import load_head, save_head, target_record
 from heads.targets.frozen_target import FrozenTarget
-from tests.support.small_heads import BLOCK_HEADS, greedy, seen, target_batch
+from tests.support.small_heads import BLOCK_HEADS, greedy, randomised, seen, target_batch
 
 D, V, LAYERS = 32, 128, 8
 """Of the tiny target."""
@@ -30,28 +30,19 @@ LLAMA3 = dict(
 )
 
 
-def filled(head: Any) -> Any:
-    """The head with random weights that nothing of its start is left in."""
-    draw = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in head.named_parameters():
-            parameter.normal_(1.0 if "norm" in name else 0.0, 0.2, generator=draw)
-    return head.eval()
-
-
 def eagle3(**changes: Any) -> Eagle3:
     """A random EAGLE-3 head of the tiny target."""
     settings = {"aux_layer_ids": (2, 4, 5), "draft_vocab_size": 48, "rope_theta": 10_000.0, **changes}
     config = Eagle3Config(**BLOCK | {"num_target_layers": LAYERS} | settings)
     counts = torch.randint(0, 9, (V,), generator=torch.Generator().manual_seed(0))
-    made: Eagle3 = filled(Eagle3(config, build_vocab(counts, config.draft_vocab_size)))
+    made: Eagle3 = randomised(Eagle3(config, build_vocab(counts, config.draft_vocab_size)), 0.2)
     return made
 
 
 def medusa(**changes: Any) -> Medusa:
     """Random Medusa heads of the tiny target."""
     config = MedusaConfig(**{"hidden_size": D, "vocab_size": V, "draft_vocab_size": V, "depth": 3, **changes})
-    made: Medusa = filled(Medusa(config, torch.arange(config.draft_vocab_size)))
+    made: Medusa = randomised(Medusa(config, torch.arange(config.draft_vocab_size)), 0.2)
     return made
 
 
@@ -60,17 +51,13 @@ BLOCKS: dict[str, Any] = BLOCK | dict(
 )
 
 
-def kept_ids(changes: Mapping[str, Any]) -> Tensor | None:
-    """The draft vocabulary of a head that has one."""
-    size = changes.get("draft_vocab_size")
-    return None if size is None else torch.randperm(V, generator=torch.Generator().manual_seed(0))[:size].sort().values
-
-
 def block_head(kind: str, **changes: Any) -> Any:
     """A random head of the tiny target that drafts a block."""
     method: Any = HEADS[kind].head
-    kept = (kept_ids(changes),) if kind in ("dflash", "dspark") else ()
-    return filled(method(method.Config(**BLOCKS | BLOCK_HEADS[kind] | changes), *kept))
+    kept = []
+    if size := changes.get("draft_vocab_size"):
+        kept.append(torch.randperm(V, generator=torch.Generator().manual_seed(0))[:size].sort().values)
+    return randomised(method(method.Config(**BLOCKS | BLOCK_HEADS[kind] | changes), *kept), 0.2)
 
 
 dflash, dflash2, dspark, lilicorr, xpress, domino = (partial(block_head, kind) for kind in BLOCK_HEADS)

@@ -1,6 +1,5 @@
 """Small random heads in float64, random batches, and the state of a head that has seen the beginning of one."""
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -49,12 +48,18 @@ def mtp_head(**changes: Any) -> Mtp:
 
 
 def filled(kind: Callable[[Any, Tensor], Head], config: Any) -> Head:
-    torch.manual_seed(1)
-    head = kind(config, build_vocab(torch.randint(0, 9, (config.vocab_size,)), config.draft_vocab_size))
+    counts = torch.randint(0, 9, (config.vocab_size,), generator=torch.Generator().manual_seed(1))
+    head: Head = randomised(kind(config, build_vocab(counts, config.draft_vocab_size)))
+    return head.double()
+
+
+def randomised(head: Any, std: float = 0.3) -> Any:
+    """The head with random weights that nothing of its start is left in, the same at every call."""
+    draw = torch.Generator().manual_seed(4)
     with torch.no_grad():
         for name, parameter in head.named_parameters():
-            parameter.normal_(1.0 if "norm" in name else 0.0, 0.3)
-    return head.double()
+            parameter.normal_(1.0 if "norm" in name else 0.0, std, generator=draw)
+    return head.eval()
 
 
 def random_rows(documents: list[list[int]], vocab: int, labels_from: int = 0) -> Rows:
@@ -97,10 +102,7 @@ def probe_of(batch: Batch, norm: Tensor, scales: Tensor | None = None) -> Target
     """A batch's features, of which initial weights are made, with a final norm (D,) and scales of the streams (L,)."""
     assert batch.shared.lm_head_weight is not None
     return TargetProbe(
-        tokens=batch.tokens,
-        embeddings=batch.embeddings,
-        aux_hidden_states=batch.aux_hidden_states,
-        hidden=batch.hidden,
+        **{name: getattr(batch, name) for name in ("tokens", "embeddings", "aux_hidden_states", "hidden")},
         scales=norm.new_ones(0) if scales is None else scales,
         norm=norm,
         lm_head_weight=batch.shared.lm_head_weight,
@@ -108,11 +110,6 @@ def probe_of(batch: Batch, norm: Tensor, scales: Tensor | None = None) -> Target
         token_counts=torch.ones(len(batch.shared.lm_head_weight)),
         embed_tokens=batch.shared.embed_tokens,
     )
-
-
-def with_tokens(batch: Batch, tokens: Tensor) -> Batch:
-    """The same features beside other tokens."""
-    return dataclasses.replace(batch, tokens=tokens, embeddings=batch.shared.embed_tokens(tokens))
 
 
 def observe(head: DraftHead, state: Any, batch: Batch, start: Tensor, count: Tensor, width: int) -> None:
@@ -132,31 +129,26 @@ def seen(head: DraftHead, batch: Batch, shape: str, lengths: list[int]) -> Any:
     return state
 
 
-def loss_agrees(head: Any, batch: Batch, expected: Tensor, scale: Tensor, **tolerance: Any) -> None:
-    """Compare the sums of a head's loss, and the gradients of all its weights, with `expected` (K,), worked out from
-    the same weights."""
-    (expected * scale).sum().backward()
+def loss_agrees(head: Any, batch: Batch, loss: Tensor, sums: Tensor, scale: Tensor, **tolerance: Any) -> None:
+    """Compare a head's loss, its sums (K,) and the gradients of all its weights with those worked out from the same
+    weights. A loss weighted by the head's own predictions is a sum, to be divided by the sum of the weights."""
+    loss.backward()
     wanted = {name: parameter.grad.clone() for name, parameter in head.named_parameters() if parameter.grad is not None}
     trained = {name: parameter for name, parameter in head.named_parameters() if parameter.requires_grad}
     assert wanted.keys() == trained.keys()
     head.zero_grad()
     found = head.loss(batch, scale)
     found.loss.backward()
-    torch.testing.assert_close(found.sums, expected.detach(), **tolerance)
-    torch.testing.assert_close(found.loss.detach(), (expected * scale).sum().detach(), **tolerance)
+    divisor = 1.0 if found.weight is None else float(found.weight)
+    torch.testing.assert_close(found.sums, sums.detach(), **tolerance)
+    torch.testing.assert_close(found.loss.detach() / divisor, loss.detach(), **tolerance)
     for name, parameter in trained.items():
-        torch.testing.assert_close(parameter.grad, wanted[name], msg=name, **tolerance)
+        torch.testing.assert_close(parameter.grad / divisor, wanted[name], msg=name, **tolerance)
 
 
 def greedy(logits: Tensor, positions: Tensor, count: int, token_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
     logp, columns = logits.log_softmax(-1).topk(count, dim=-1)
     return columns if token_ids is None else token_ids[columns], logp
-
-
-def kept_log_probabilities(head: Recycling, batch: Batch, state: Tensor) -> dict[int, float]:
-    """Target id -> log q of a normed state (D,), for each token that the head drafts."""
-    logq = head.logits(state, head.lm_head_weight(batch.shared)).log_softmax(-1)
-    return dict(zip(head.draft_to_target.tolist(), logq.tolist(), strict=True))
 
 
 def token_paths(proposal: Proposal, b: int = 0) -> list[tuple[int, ...]]:

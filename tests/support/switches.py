@@ -8,8 +8,6 @@ import pytest
 from heads.kernels import product, triton_support
 from heads.targets import native_decoder as decoder
 
-LOADERS = (product.find_compiler, product.load)
-
 
 @contextmanager
 def without_c() -> Iterator[None]:
@@ -25,7 +23,7 @@ def without_c() -> Iterator[None]:
 
 def forget_library() -> None:
     """Forget the compiler, the library and the products made with it, so that all are made anew."""
-    for loader in LOADERS:
+    for loader in (product.find_compiler, product.load):
         loader.cache_clear()
     decoder._stacks.clear()
 

@@ -11,9 +11,10 @@ BLOCK, FILE_HEADER, PART_HEADER = 32768, 7, 7
 FIRST, LAST = 2, 4
 
 
-def records(file: Path) -> Iterator[Any]:
-    """Yield the records of a file. It is a log of 32 KiB blocks; each part of a record follows its checksum, length and
-    kind."""
+def records(folder: Path) -> Iterator[Any]:
+    """Yield the records of the only offline run in a folder. Its file is a log of 32 KiB blocks; each part of a record
+    follows its checksum, length and kind."""
+    (file,) = folder.glob("wandb/offline-run-*/*.wandb")
     data, at, held = file.read_bytes(), FILE_HEADER, b""
     while at < len(data):
         if BLOCK - at % BLOCK < PART_HEADER:
@@ -32,11 +33,10 @@ def records(file: Path) -> Iterator[Any]:
 def outcome(folder: Path) -> tuple[dict[str, Any], dict[str, list[str]], int | None]:
     """Return the last values, the paths of each model's files, and the exit code of the only offline run in a folder.
     Values are indexed by name, with a slash between its parts."""
-    (file,) = folder.glob("wandb/offline-run-*/*.wandb")
     values: dict[str, Any] = {}
     artifacts: dict[str, list[str]] = {}
     code = None
-    for record in records(file):
+    for record in records(folder):
         if (kind := record.WhichOneof("record_type")) in ("history", "summary"):
             items = record.history.item if kind == "history" else record.summary.update
             for item in items:
@@ -51,8 +51,7 @@ def outcome(folder: Path) -> tuple[dict[str, Any], dict[str, list[str]], int | N
 def identity(folder: Path) -> tuple[str, str, set[str], dict[str, Any], set[str]]:
     """Return the name, the group, the tags and the config of the only offline run in a folder, and the names in its
     history, each of which becomes a chart."""
-    (file,) = folder.glob("wandb/offline-run-*/*.wandb")
-    found = list(records(file))
+    found = list(records(folder))
     first, *_, last = 2 * [record.run for record in found if record.WhichOneof("record_type") == "run"]
     config = {item.key: json.loads(item.value_json) for item in first.config.update}
     steps = [record.history.item for record in found if record.WhichOneof("record_type") == "history"]

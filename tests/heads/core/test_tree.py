@@ -107,9 +107,9 @@ def naive_dynamic(distribution: Distribution, b: int) -> dict[Path, float]:
     return dict(sorted(candidates.items(), key=lambda item: -item[1])[: distribution.shape.nodes - 1])
 
 
-def check_form(proposal: Proposal, shape: TreeShape, batch: int) -> None:
+def check_form(proposal: Proposal, shape: TreeShape) -> None:
     """The order of nodes on which verification relies."""
-    B, N = batch, shape.nodes
+    B, N = len(proposal.tokens), shape.nodes
     for field in (proposal.tokens, proposal.parents, proposal.depths, proposal.scores):
         assert field.shape == (B, N)
     assert proposal.scores.dtype == torch.float32 and not proposal.scores[:, 0].any()
@@ -124,7 +124,7 @@ def check_form(proposal: Proposal, shape: TreeShape, batch: int) -> None:
 def test_dynamic_trees_are_eagle_2s(text: str) -> None:
     distribution = Distribution(parse_shape(text), "random", 3)
     proposal = distribution.grow()
-    check_form(proposal, distribution.shape, 3)
+    check_form(proposal, distribution.shape)
     for b in range(3):
         wanted = naive_dynamic(distribution, b)
         found = dict(zip(token_paths(proposal, b)[1:], proposal.scores[b, 1:].tolist(), strict=True))
@@ -139,7 +139,7 @@ def test_trees_are_closed_where_scores_tie(kind: str, text: str) -> None:
     """A child of probability 1 ties with its parent; the parent is kept first, and no node is kept twice."""
     distribution = Distribution(parse_shape(text), kind, 2)
     proposal = distribution.grow()
-    check_form(proposal, distribution.shape, 2)
+    check_form(proposal, distribution.shape)
     for b in range(2):
         nodes = token_paths(proposal, b)
         assert len(set(nodes)) == len(nodes)
@@ -160,7 +160,7 @@ RAGGED = static_shape([(0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (0, 0, 0), (2, 
 def test_static_trees_take_the_children_by_rank(shape: TreeShape) -> None:
     distribution = Distribution(shape, "random", 2)
     proposal = distribution.grow()
-    check_form(proposal, shape, 2)
+    check_form(proposal, shape)
     assert shape.paths is not None
     for b in range(2):
         wanted: list[Path] = [()]
@@ -172,18 +172,13 @@ def test_static_trees_take_the_children_by_rank(shape: TreeShape) -> None:
         assert sorted(token_paths(proposal, b)) == sorted(wanted)
 
 
-@pytest.mark.parametrize(
-    "text", ["none", "chain:1", "chain:6", "tree:1x5x6", "tree:4x3x12", "static:3", "static:3.2.1"]
-)
+@pytest.mark.parametrize("text", ["chain:1", "chain:6", "tree:1x5x6", "tree:4x3x12", "static:3", "static:3.2.1"])
 def test_shapes_are_static_and_scratch_slots_hold_what_is_expanded(text: str) -> None:
-    shape = parse_shape(text)
-    if shape is ROOT_ONLY:
-        assert scratch_slots(shape) == 0
-        return
-    calls = []
+    shape, calls = parse_shape(text), []
     for kind in ("random", "certain", "flat"):
         distribution = Distribution(shape, kind, 2)
         distribution.grow()
         assert distribution.expanded.shape[1] == scratch_slots(shape)
         calls.append(distribution.calls)
     assert calls[0] == calls[1] == calls[2] and len(calls[0]) == shape.depth - 1
+    assert parse_shape("none") is ROOT_ONLY and scratch_slots(ROOT_ONLY) == 0

@@ -187,19 +187,14 @@ def their_names(weights: Mapping[str, Tensor], form: str, name: str) -> dict[str
     return dict(weights)
 
 
-def tables(target: FrozenTarget) -> dict[str, Tensor]:
-    """The target's own, as other projects save them beside a head."""
-    embed: Any = target.shared.embed_tokens
-    return {"embed_tokens.weight": embed.weight.bfloat16(), "lm_head.weight": target.lm_head_weight}
-
-
 @pytest.mark.parametrize(("form", "name"), [(form, name) for form, rows in FORMS.items() for name in rows])
 def test_a_head_is_read_as_its_project_meant_it(form: str, name: str, target: FrozenTarget, tmp_path: Path) -> None:
     make, settings, config, differs = FORMS[form][name]
     head = make(**settings)
     weights = their_names(head.to_checkpoint(), form, name)
-    if isinstance(head, DraftBlockHead):
-        weights |= tables(target)
+    if isinstance(head, DraftBlockHead):  # beside which other projects save the target's own
+        embed: Any = target.shared.embed_tokens
+        weights |= {"embed_tokens.weight": embed.weight.bfloat16(), "lm_head.weight": target.lm_head_weight}
     path = write(tmp_path / "head", config, weights)
     assert is_published(path)
     found = read_published(path, target)

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,26 +18,19 @@ from heads.formats.engine_folder import Verdict, behind_lookup, why_unfit
 from heads.formats.medusa import MEDUSA, OLD_VLLM
 from heads.formats.mtp import mtp_engine_config
 from heads.published import read_published
-from heads.registry import build_head
-from heads.saved import check_loaders, read_config, save_head, target_record
+from heads.saved import check_loaders, read_config
 from heads.targets.frozen_target import FrozenTarget
 from heads.targets.load import load_target
+from tests.heads.conftest import save_new
 from tests.support.native_mtp import V, change_config, change_weights, make_multimodal, write_native
 from tests.support.refusals import refused
 from tests.support.small_heads import BLOCK_HEADS
 from tests.support.small_targets import make_target
 
 QUARTER = {"rope_type": "default", "partial_rotary_factor": 0.25}
-
-
 Settings = dict[str, Any]
+Saved = Callable[..., Path]
 BLOCKS: Settings = {"block_size": 5, "num_layers": 2}
-
-
-def save(folder: Path, target: FrozenTarget, kind: str, **settings: Any) -> Path:
-    head = build_head(kind, settings, target, torch.zeros(target.vocab_size))  # whose weights nothing reads
-    save_head(head, folder, target=target_record(target))
-    return folder
 
 
 def said_in(folder: Path) -> Settings:
@@ -72,10 +66,10 @@ def serving(found: dict[str, Verdict]) -> set[str]:
     ],
 )
 def test_fewer_draft_tokens_by_load_are_for_methods_that_take_them(
-    kind: str, settings: Settings, takes: bool, target: FrozenTarget, tmp_path: Path
+    kind: str, settings: Settings, takes: bool, saved: Saved
 ) -> None:
     schedule = [(1, 4, 4), (5, 16, 2), (17, 100, 0)]
-    found = check_loaders(save(tmp_path / "head", target, kind, **settings), Setting(steps=4, schedule=schedule))
+    found = check_loaders(saved(kind, **settings), Setting(steps=4, schedule=schedule))
     told = {verdict.reader: verdict for verdict in found if "per_batch_size" in verdict.shown}
     assert told.keys() == ({VLLM} if takes else set())
     for verdict in told.values():
@@ -84,8 +78,8 @@ def test_fewer_draft_tokens_by_load_are_for_methods_that_take_them(
         assert served["num_speculative_tokens"] == 4 and "# num_speculative_tokens_per_batch_size" in verdict.shown
 
 
-def test_llama_cpp_alone_drafts_by_a_lookup_or_by_a_head(target: FrozenTarget, tmp_path: Path) -> None:
-    vllm = check_loaders(save(tmp_path / "head", target, "eagle3"), Setting(steps=4))[0]
+def test_llama_cpp_alone_drafts_by_a_lookup_or_by_a_head(saved: Saved) -> None:
+    vllm = check_loaders(saved("eagle3"), Setting(steps=4))[0]
     assert "drafts by a lookup or by a head, not by both" in behind_lookup(vllm, 2, 4).reason
     server = "llama-server -m target.gguf -md head.gguf --spec-type draft-eagle3 --spec-draft-n-max 4"
     found = behind_lookup(Verdict("llama.cpp", f"convert\n{server}", None, ()), 2, 4)
@@ -96,18 +90,18 @@ def test_llama_cpp_alone_drafts_by_a_lookup_or_by_a_head(target: FrozenTarget, t
     assert options[-4:] == ["--spec-ngram-simple-size-n", "2", "--spec-ngram-simple-size-m", "4"]
 
 
-def test_a_head_of_fewer_positions_than_its_target_has_says_so(target: FrozenTarget, tmp_path: Path) -> None:
-    folder = save(tmp_path / "head", target, "eagle3")
+def test_a_head_of_fewer_positions_than_its_target_has_says_so(saved: Saved, target: FrozenTarget) -> None:
+    folder = saved("eagle3")
     assert "made for" not in verdicts(folder)[VLLM].shown
     for verdict in list(verdicts(folder, context_length=131_072).values())[:2]:
         assert f"# made for {target.context_length} of the target's 131,072 positions" in verdict.shown
 
 
 @pytest.mark.parametrize("kind", BLOCK_HEADS)
-def test_a_head_that_drafts_blocks_is_what_engines_load(kind: str, target: FrozenTarget, tmp_path: Path) -> None:
+def test_a_head_that_drafts_blocks_is_what_engines_load(kind: str, saved: Saved) -> None:
     engines = {"xpress": {VLLM}, "domino": {SGLANG}}.get(kind, {VLLM, SGLANG})
     settings = BLOCK_HEADS[kind] | BLOCKS
-    folder = save(tmp_path / "head", target, kind, **settings)
+    folder = saved(kind, **settings)
     config = said_in(folder)
     own = config if kind == "dspark" else config["dflash_config"]
     assert own["target_layer_ids"] == [1, 5] and own["mask_token_id"] == 2  # of the layers left, not entered
@@ -125,27 +119,27 @@ def test_a_head_that_drafts_blocks_is_what_engines_load(kind: str, target: Froze
         assert found[SGLANG].command.endswith(f" --speculative-{drafts}")
     assert serving(verdicts(folder, architecture="Qwen2ForCausalLM")) == {VLLM} & engines
     assert serving(verdicts(folder, architecture="MixtralForCausalLM")) == set()
-    found = verdicts(save(tmp_path / "last", target, kind, aux_layer_ids=[2, 8], **settings))
+    found = verdicts(saved(kind, aux_layer_ids=[2, 8], **settings))
     assert all("[1, 7]: only the outputs" in found[engine].errors[0] for engine in engines)
 
 
-def test_what_sglang_reads_of_domino(target: FrozenTarget, tmp_path: Path) -> None:
+def test_what_sglang_reads_of_domino(saved: Saved) -> None:
     """DFlash's class with the projector's fields, and a correction from the second token on."""
     settings = BLOCK_HEADS["domino"] | BLOCKS
-    config = said_in(save(tmp_path / "head", target, "domino", **settings))
+    config = said_in(saved("domino", **settings))
     own = {**settings, "projector_type": "domino", "pure_draft_prefix_len": 1, "shift_label": True}
     assert config["architectures"] == ["DFlashDraftModel"]
     assert own.items() - settings.items() <= config["dflash_config"].items() >= BLOCK_HEADS["domino"].items()
-    found = verdicts(save(tmp_path / "other", target, "domino", pure_draft_prefix_len=0, **settings))
+    found = verdicts(saved("domino", pure_draft_prefix_len=0, **settings))
     assert not serving(found) and "takes a pure_draft_prefix_len of 1, not 0" in found[SGLANG].reason
 
 
-def test_what_vllms_kernels_take_of_xpress(target: FrozenTarget, tmp_path: Path) -> None:
+def test_what_vllms_kernels_take_of_xpress(saved: Saved) -> None:
     """Any other number of draft tokens than the trained one reads the mixer with a wrong stride, so none is offered."""
     settings = BLOCKS | {"xpress_mlp_hidden": 64}
-    found = verdicts(save(tmp_path / "head", target, "xpress", xpress_rank=24, **settings))
+    found = verdicts(saved("xpress", xpress_rank=24, **settings))
     assert not serving(found) and "power of two" in found[VLLM].reason and not found[VLLM].errors
-    folder = save(tmp_path / "other", target, "xpress", xpress_rank=16, **settings)
+    folder = saved("xpress", xpress_rank=16, **settings)
     assert '"num_speculative_tokens": 4' in check_loaders(folder, Setting(steps=2))[0].command
     measured = check_loaders(folder, Setting(steps=2, tree=parse_shape("chain:2")))[0]
     assert not measured.is_as_measured and "drafts 4 tokens a round with this head, not 2" in str(measured.otherwise)
@@ -161,10 +155,8 @@ def test_what_vllms_kernels_take_of_xpress(target: FrozenTarget, tmp_path: Path)
         ({"sliding_window": 9}, {}),  # sliding layers are causal where nothing is said of all layers
     ],
 )
-def test_causality_is_said_where_each_engine_reads_it(
-    settings: Settings, said: dict[str, bool], target: FrozenTarget, tmp_path: Path
-) -> None:
-    folder = save(tmp_path / "head", target, "dflash", **BLOCKS, **settings)
+def test_causality_is_said_where_each_engine_reads_it(settings: Settings, said: dict[str, bool], saved: Saved) -> None:
+    folder = saved("dflash", **BLOCKS, **settings)
     config = said_in(folder)
     both = {name: config.get(name, config["dflash_config"].get(name)) for name in ("is_causal", "causal")}
     assert {name: value for name, value in both.items() if value is not None} == said
@@ -173,8 +165,8 @@ def test_causality_is_said_where_each_engine_reads_it(
 
 
 @pytest.mark.parametrize("size", [128, 100, None])
-def test_an_eagle3_head_is_what_every_reader_loads(size: int | None, target: FrozenTarget, tmp_path: Path) -> None:
-    folder = save(tmp_path / "head", target, "eagle3", draft_vocab_size=size)
+def test_an_eagle3_head_is_what_every_reader_loads(size: int | None, saved: Saved) -> None:
+    folder = saved("eagle3", draft_vocab_size=size)
     assert ({"d2t", "t2d"} <= load_file(folder / "model.safetensors").keys()) == (size == 100)
     found = verdicts(folder)
     assert serving(found) == {VLLM, SGLANG, EAGLE} and why_unfit([*found.values()]) is None
@@ -189,9 +181,9 @@ def test_an_eagle3_head_is_what_every_reader_loads(size: int | None, target: Fro
     )
 
 
-def test_a_command_has_all_that_was_measured(target: FrozenTarget, tmp_path: Path) -> None:
+def test_a_command_has_all_that_was_measured(saved: Saved) -> None:
     """Or there is none: vLLM drafts no tree, and no engine a static one or a target without its adapter."""
-    folder = save(tmp_path / "head", target, "eagle3")
+    folder = saved("eagle3")
 
     def found(tree: str, **changes: Any) -> list[Verdict]:
         shape = parse_shape(tree)
@@ -230,9 +222,9 @@ def test_a_command_has_all_that_was_measured(target: FrozenTarget, tmp_path: Pat
     ],
 )
 def test_a_command_that_drafts_more_than_was_trained_says_so(
-    kind: str, settings: Settings, trained: int, target: FrozenTarget, tmp_path: Path
+    kind: str, settings: Settings, trained: int, saved: Saved
 ) -> None:
-    folder = save(tmp_path / "head", target, kind, **settings)
+    folder = saved(kind, **settings)
     for steps, warned in ((trained, False), (trained + 1, kind != "draft")):
         for verdict in check_loaders(folder, Setting(steps=steps))[:2]:
             assert ("more than the head was trained for, 4" in verdict.shown) == warned
@@ -262,9 +254,9 @@ LLAMA = "LlamaForCausalLM"
     ],
 )
 def test_which_options_and_targets_each_reader_takes(
-    settings: Settings, model: str, readers: set[str], fits: bool, fault: str, target: FrozenTarget, tmp_path: Path
+    settings: Settings, model: str, readers: set[str], fits: bool, fault: str, saved: Saved
 ) -> None:
-    found = verdicts(save(tmp_path / "head", target, "eagle3", **settings), architecture=model or None)
+    found = verdicts(saved("eagle3", **settings), architecture=model or None)
     assert serving(found) == readers and (why_unfit([*found.values()]) is None) == fits
     errors = [error for verdict in found.values() for error in verdict.errors]
     assert any(fault in error for error in errors) if fault else not errors
@@ -291,9 +283,9 @@ def test_which_options_and_targets_each_reader_takes(
     ],
 )
 def test_which_heads_the_engines_for_one_machine_serve(
-    kind: str, settings: Settings, readers: set[str], fault: str, target: FrozenTarget, tmp_path: Path
+    kind: str, settings: Settings, readers: set[str], fault: str, saved: Saved
 ) -> None:
-    folder = save(tmp_path / "head", target, kind, **settings)
+    folder = saved(kind, **settings)
     setting = Setting(head="ann/a-head", target="org/target", steps=4)
     found = {verdict.reader: verdict for verdict in check_loaders(folder, setting)}
     assert {reader for reader in LOCAL_ENGINES if found[reader].serves} == readers
@@ -317,7 +309,7 @@ def test_which_heads_the_engines_for_one_machine_serve(
 def test_a_dflash2_head_says_the_factor_of_its_targets_embeddings(tmp_path: Path) -> None:
     """The factor in config.json is the one by which the target's own class multiplies."""
     target = make_target("gemma3_text", torch.float32, hidden_size=256)
-    folder = save(tmp_path / "head", target, "dflash2", block_size=4, num_layers=2, mask_token_id=3)
+    folder = save_new(tmp_path / "head", target, "dflash2", block_size=4, num_layers=2, mask_token_id=3)
     own = said_in(folder)["dflash_config"]
     embed: Any = target.shared.embed_tokens
     assert torch.allclose(embed(torch.tensor([7])), own["input_embedding_scale"] * embed.weight[[7]])
@@ -329,17 +321,17 @@ def test_a_dflash2_head_says_the_factor_of_its_targets_embeddings(tmp_path: Path
     assert read.config.selector_top_k == own["selector_top_k"] and not read.origin.differs
 
 
-def test_sglang_takes_a_window_as_an_option(target: FrozenTarget, tmp_path: Path) -> None:
+def test_sglang_takes_a_window_as_an_option(saved: Saved) -> None:
     """It counts the positions before the token's own; vLLM and config.json count that, too."""
-    found = verdicts(save(tmp_path / "head", target, "eagle3", sliding_window=64))
+    found = verdicts(saved("eagle3", sliding_window=64))
     assert serving(found) == {VLLM, SGLANG} and "sliding_window" in found[EAGLE].reason
     assert found[SGLANG].command.endswith(" --speculative-draft-window-size 63")
-    assert "window" not in verdicts(save(tmp_path / "other", target, "eagle3"))[SGLANG].command
-    assert "window" not in verdicts(save(tmp_path / "block", target, "dflash", sliding_window=64))[SGLANG].command
+    assert "window" not in verdicts(saved("eagle3"))[SGLANG].command
+    assert "window" not in verdicts(saved("dflash", sliding_window=64))[SGLANG].command
 
 
-def test_tensors_that_config_json_was_not_written_for_are_refused(target: FrozenTarget, tmp_path: Path) -> None:
-    folder = save(tmp_path / "head", target, "eagle3")
+def test_tensors_that_config_json_was_not_written_for_are_refused(saved: Saved) -> None:
+    folder = saved("eagle3")
     change_weights(folder, norm__weight=None)
     assert "changed since it was saved" in refused(check_loaders, folder)
 
@@ -362,9 +354,9 @@ LISTS = {"short_factor": [1.0, 1.1, 1.2, 1.5], "long_factor": [1.0, 2.0, 4.0, 8.
     ],
 )
 def test_positions_that_a_reader_would_compute_otherwise(
-    kind: str, scaling: Settings, readers: set[str], target: FrozenTarget, tmp_path: Path
+    kind: str, scaling: Settings, readers: set[str], saved: Saved
 ) -> None:
-    found = verdicts(save(tmp_path / "head", target, kind, rope_scaling=scaling))
+    found = verdicts(saved(kind, rope_scaling=scaling))
     assert serving(found) == readers - (set() if kind == "eagle3" else {EAGLE})
     assert all("rope_scaling" in verdict.reason for verdict in found.values() if not verdict.serves)
 
@@ -379,7 +371,7 @@ def test_positions_that_a_reader_would_compute_otherwise(
 )
 def test_modules_engines_misread(family: str, settings: Settings, changes: Settings, said: str, tmp_path: Path) -> None:
     write_native(tmp_path / "target", family)
-    folder = save(tmp_path / "head", load_target(str(tmp_path / "target")), "mtp", **settings)
+    folder = save_new(tmp_path / "head", load_target(str(tmp_path / "target")), "mtp", **settings)
     record = read_config(folder)
     change_config(folder, draftsmith=record | {"config": record["config"] | changes})
     assert all(any(said in error for error in verdict.errors) for verdict in verdicts(folder).values())
@@ -398,7 +390,7 @@ def test_the_code_of_a_targets_config_is_named_as_transformers_splits_it(name: s
 def test_modules_of_a_multimodal_target_lie_beside_its_whole_config(tmp_path: Path) -> None:
     native = write_native(tmp_path / "target", "qwen_dense")
     make_multimodal(tmp_path / "target")
-    folder = save(tmp_path / "head", load_target(str(tmp_path / "target")), "mtp", native=True)
+    folder = save_new(tmp_path / "head", load_target(str(tmp_path / "target")), "mtp", native=True)
     whole, config = said_in(tmp_path / "target"), said_in(folder)
     assert config["architectures"] == whole["architectures"] and config["vision_config"]["depth"] == 1
     assert config["text_config"]["num_hidden_layers"] == 4
@@ -407,10 +399,8 @@ def test_modules_of_a_multimodal_target_lie_beside_its_whole_config(tmp_path: Pa
 
 
 @pytest.mark.parametrize(("settings", "readers"), [({}, {OLD_VLLM, MEDUSA}), ({"draft_vocab_size": 99}, set())])
-def test_a_medusa_is_what_its_own_repository_reads(
-    settings: Settings, readers: set[str], target: FrozenTarget, tmp_path: Path
-) -> None:
-    folder = save(tmp_path / "head", target, "medusa", depth=2, num_layers=2, **settings)
+def test_a_medusa_is_what_its_own_repository_reads(settings: Settings, readers: set[str], saved: Saved) -> None:
+    folder = saved("medusa", depth=2, num_layers=2, **settings)
     weights = load_file(folder / "medusa_lm_head.safetensors")
     names = {f"{k}.{j}.linear.{part}" for k in range(2) for j in range(2) for part in ("weight", "bias")}
     assert weights.keys() - {"token_map"} == names | {"0.2.weight", "1.2.weight"}
@@ -422,10 +412,3 @@ def test_a_medusa_is_what_its_own_repository_reads(
     assert serving(found) == readers and not set(ENGINES) & readers
     assert why_unfit([*found.values()])  # no engine of today has the method
     assert not serving(verdicts(folder, architecture="Qwen2ForCausalLM")) - {OLD_VLLM}
-
-
-def test_a_draft_model_is_an_ordinary_model(target: FrozenTarget, tmp_path: Path) -> None:
-    folder = save(tmp_path / "head", target, "draft", layers=[0, 5])
-    found = verdicts(folder)
-    assert serving(found) == {VLLM, SGLANG}
-    assert '"method": "draft_model"' in found[VLLM].command and "STANDALONE" in found[SGLANG].command

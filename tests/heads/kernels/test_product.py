@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from heads.kernels.product import MAX_ROWS, Product, load
+from tests.support.annotations import Log, Patch
 from tests.support.switches import forget_library, need_c, without_c
 
 
@@ -49,15 +50,13 @@ def test_a_product_is_that_of_float64(narrow: bool, with_c: bool, threads: int) 
             assert torch.equal(plain(x)[-1:], plain(x[-1:])), "a row depends on its neighbours"
 
 
-def test_without_a_compiler_onednn_computes(caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_compiler_onednn_computes(caplog: Log) -> None:
     with without_c(), caplog.at_level(logging.INFO, "draftsmith"):
         assert load() is None and load() is None
     assert caplog.messages == ["no C compiler found: products on this CPU take oneDNN, which is slower"]
 
 
-def test_a_compiler_that_fails_is_no_obstacle(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_compiler_that_fails_is_no_obstacle(tmp_path: Path, monkeypatch: Patch, caplog: Log) -> None:
     need_c()
     forget_library()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -25,6 +25,7 @@ from heads.targets.target_files import load_tokenizer
 from tests.heads.parts.test_losses import PLAIN
 from tests.heads.targets.test_frozen_target import make_model
 from tests.support.closeness import assert_close
+from tests.support.published_heads import LLAMA3
 from tests.support.refusals import refused
 from tests.support.small_heads import greedy, loss_agrees, target_batch, token_paths
 
@@ -167,8 +168,8 @@ def test_the_loss_by_hand(family: str, loss: str) -> None:
             of_labels = -q[b, t - 1, batch.tokens[b, t]].log()
             losses.append(of_labels if loss == "labels" else PLAIN[loss](p[b, t - 1], q[b, t - 1]))
     assert head.counts(batch).tolist() == [len(losses)]
-    scale = torch.tensor([1 / len(losses)], dtype=torch.float64)
-    loss_agrees(head, batch, torch.stack(losses).sum()[None], scale, rtol=1e-4, atol=1e-7)
+    total, scale = torch.stack(losses).sum()[None], torch.tensor([1 / len(losses)], dtype=torch.float64)
+    loss_agrees(head, batch, (total * scale).sum(), total, scale, rtol=1e-4, atol=1e-7)
 
 
 def test_kept_layers_are_the_targets_own() -> None:
@@ -258,10 +259,6 @@ def test_added_tokens_that_one_tokenizer_lacks_are_said(
     tokenizer.save_pretrained(path)
     build_head("draft", {"path": str(path)}, target, torch.ones(128))
     assert "128 ('<think>'), 129 ('</think>')" in caplog.text and str(path) in caplog.text
-
-
-LLAMA3: dict[str, Any] = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-LLAMA3 |= {"original_max_position_embeddings": 64}
 
 
 @pytest.mark.parametrize("scaling", [None, LLAMA3])

@@ -9,28 +9,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads.core.contract import Batch, max_nodes, shape_for
+from heads.core.contract import max_nodes, shape_for
 from heads.core.tree import parse_shape, static_shape
 from heads.methods.medusa import Medusa, MedusaConfig, likeliest_paths
 from tests.support.refusals import refused
-from tests.support.small_heads import greedy, loss_agrees, random_batch, seen, token_paths
+from tests.support.small_heads import greedy, loss_agrees, random_batch, randomised, seen, token_paths
 
 CONFIG = MedusaConfig(hidden_size=8, vocab_size=20, draft_vocab_size=12, depth=3, num_layers=2, tree_nodes=6)
+SIZES = {"width": CONFIG.hidden_size, "vocab": CONFIG.vocab_size}
 KEPT = torch.tensor([0, 1, 2, 4, 5, 7, 9, 10, 13, 14, 18, 19])
 
 
 def make_head(**changes: Any) -> Medusa:
-    torch.manual_seed(1)
     config = CONFIG.model_copy(update=changes)
-    head = Medusa(config, KEPT if config.draft_vocab_size < 20 else torch.arange(20))
-    with torch.no_grad():
-        for parameter in head.parameters():
-            parameter.normal_(0.0, 0.5)
+    head: Medusa = randomised(Medusa(config, KEPT if config.draft_vocab_size < 20 else torch.arange(20)), 0.5)
     return head.double()
-
-
-def make_batch(documents: list[list[int]]) -> Batch:
-    return random_batch(documents, width=CONFIG.hidden_size, vocab=CONFIG.vocab_size)
 
 
 def released(weights: Mapping[str, Tensor], hidden: Tensor, k: int, num_layers: int) -> Tensor:
@@ -46,7 +39,10 @@ def released(weights: Mapping[str, Tensor], hidden: Tensor, k: int, num_layers: 
 def test_loss_and_gradients_equal_a_sum_over_slots(loss: str, draft_vocab_size: int) -> None:
     """Head k = 1.. at slot t against x_{t+1+k}, or the distribution at slot t + k that it was drawn from; label by
     label."""
-    head, batch = make_head(loss=loss, draft_vocab_size=draft_vocab_size), make_batch([[11, 3, 7], [2, 1, 18]])
+    head, batch = (
+        make_head(loss=loss, draft_vocab_size=draft_vocab_size),
+        random_batch([[11, 3, 7], [2, 1, 18]], **SIZES),
+    )
     kept = head.draft_to_target.tolist()
     scale = torch.tensor([1.0, 0.8, 0.64], dtype=torch.float64)
     weights = dict(head.heads.named_parameters())
@@ -62,7 +58,8 @@ def test_loss_and_gradients_equal_a_sum_over_slots(loss: str, draft_vocab_size: 
         if loss == "kl" and int(distribution.argmax()) in kept:
             p = distribution[kept].softmax(-1)
             sums[k - 1] = sums[k - 1] + (p * (p.log() - logq)).sum()
-    loss_agrees(head, batch, torch.stack(sums), scale, atol=1e-6, rtol=1e-5)
+    wanted = torch.stack(sums)
+    loss_agrees(head, batch, (wanted * scale).sum(), wanted, scale, atol=1e-6, rtol=1e-5)
 
 
 def test_it_begins_as_the_targets_own_output_head() -> None:
@@ -70,14 +67,14 @@ def test_it_begins_as_the_targets_own_output_head() -> None:
     head.initialise(lm_head)
     for k in range(3):
         torch.testing.assert_close(head.logits(hidden, k), hidden @ lm_head[KEPT].T)
-    head.loss(make_batch([[20]]), torch.ones(3, dtype=torch.float64)).loss.backward()
+    head.loss(random_batch([[20]], **SIZES), torch.ones(3, dtype=torch.float64)).loss.backward()
     assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in head.parameters())
 
 
 @pytest.mark.parametrize("text", ["chain:3", "static:3.2.2", "tree:3x3x10"])
 def test_a_nodes_score_is_the_sum_of_each_heads_log_distribution(text: str) -> None:
     """Observed up to slot n - 1, the root is x_n; head k drafts x_{n+k}, which is x_{t+1+k} of slot t = n - 1."""
-    head, batch, lengths, shape = make_head(), make_batch([[20], [20]]), [9, 12], parse_shape(text)
+    head, batch, lengths, shape = make_head(), random_batch([[20], [20]], **SIZES), [9, 12], parse_shape(text)
     proposal = head.propose(seen(head, batch, text, lengths), greedy)
     for b, n in enumerate(lengths):
         logits = [released(head.to_checkpoint(), batch.hidden[b, n - 1], k, 2) for k in range(3)]
@@ -95,7 +92,7 @@ def test_a_nodes_score_is_the_sum_of_each_heads_log_distribution(text: str) -> N
 
 
 def test_a_tree_too_deep_or_too_wide_is_refused() -> None:
-    head, batch = make_head(), make_batch([[20]])
+    head, batch = make_head(), random_batch([[20]], **SIZES)
     assert "4 levels, the head has 3 heads" in refused(seen, head, batch, "chain:4", [9])
     assert "13 children of a node, the head drafts 12" in refused(seen, head, batch, "static:13", [9])
     assert "depth 4" in refused(head.chain_hits, batch, 4)
@@ -118,7 +115,7 @@ def test_greedy_growth_is_the_best_tree_there_is(nodes: int) -> None:
 
 
 def test_the_head_grows_and_carries_its_tree() -> None:
-    head, batch = make_head(), make_batch([[20], [20]])
+    head, batch = make_head(), random_batch([[20], [20]], **SIZES)
     before = head.tree
     assert before is None and max_nodes("head", head) == 6
     assert "carries no static tree" in refused(shape_for, "head", head)

@@ -1,6 +1,5 @@
 """Multi-token prediction against its formula, with one module or several."""
 
-import math
 from typing import Any
 
 import pytest
@@ -12,6 +11,8 @@ from heads.kernels.product import Product
 from heads.methods.mtp import MtpConfig
 from heads.parts.family_layers import BlockMaker
 from heads.parts.initial_weights import UNSURE
+from tests.heads.methods.test_eagle3 import by_head
+from tests.heads.parts.test_ttt_attention import dense
 from tests.support.native_mtp import COMMON, GLM, D
 from tests.support.small_heads import mtp_head, probe_of, random_batch, rope
 
@@ -29,62 +30,42 @@ def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def plain_states(config: MtpConfig, batch: Batch, weights: dict[str, Tensor]) -> list[Tensor]:
-    """DeepSeek-V3's formula written the long way, slot by slot: h^k_t for each k, from lists of keys.
+    """DeepSeek-V3's formula by one dense mask: h^k_t for each k, and no number where there is no such slot.
 
     Module k reads [norm(h^{k-1}_t) ; norm(e(x_{t+k}))] and attends to its own inputs of the slots before; where the
     last module is used again, to its first inputs of the slots before and to its own of this slot.
     """
-    heads, groups, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    B, T, D = batch.hidden.shape
-    states, out = batch.hidden, []
-    first: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-    later: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
-
+    states, out, slot = batch.hidden, [], torch.arange(batch.tokens.shape[1])
+    keys: list[Tensor] = []
+    values: list[Tensor] = []
     for k in range(1, config.depth + 1):
         i = min(k, config.num_modules) - 1
         w = {n.removeprefix(f"mtp_layers.{i}."): v for n, v in weights.items() if n.startswith(f"mtp_layers.{i}.")}
-        made = torch.full_like(states, torch.nan)
+        at = batch.positions + k - 1
 
         def norm(x: Tensor, name: str, w: dict[str, Tensor] = w) -> Tensor:
             return rms(x, w[f"{name}.weight"], config.rms_norm_eps)
 
-        def attended(y: Tensor, name: str, w: dict[str, Tensor] = w) -> Tensor:
-            name = f"block.self_attn.{name}_proj"
-            return (w[f"{name}.weight"] @ y + w.get(f"{name}.bias", 0.0)).view(-1, d)
+        def linear(x: Tensor, name: str, w: dict[str, Tensor] = w) -> Tensor:
+            return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0.0)
 
+        read = (at > 0) | (config.layout == "qwen")  # the first token is zeroed, as the engines' classes do
+        tokens = batch.embeddings.roll(-k, 1) * read[..., None]
+        parts = [norm(tokens, "token_layernorm"), norm(states, "hidden_layernorm")]
+        x = linear(torch.cat(parts[::-1] if config.layout == "mimo" else parts, -1), "input_proj")
+        y = norm(x, "block.input_layernorm")
+        q, key, value = (by_head(linear(y, f"block.self_attn.{name}_proj"), config.head_dim) for name in "qkv")
         if k <= config.num_modules:
-            first, later = {}, {(b, t): [] for b in range(B) for t in range(T)}
-        for b in range(B):
-            for t in range(T):
-                if t + k >= T or batch.documents[b, t + k] != batch.documents[b, t]:
-                    continue
-                position, theta = batch.positions[b, t : t + 1] + k - 1, config.rope_theta
-                zeroed = int(position) == 0 and config.layout != "qwen"  # as the engines' classes of the others do
-                token = batch.embeddings[b, t + k] * (not zeroed)
-                parts = [norm(token, "token_layernorm"), norm(states[b, t], "hidden_layernorm")]
-                x = w["input_proj.weight"] @ torch.cat(parts[::-1] if config.layout == "mimo" else parts)
-                y = norm(x, "block.input_layernorm")
-                q, key = (rope(attended(y, name), position, theta) for name in "qk")
-                value = attended(y, "v")
-                if k <= config.num_modules:
-                    first[b, t] = (key, value)
-                else:
-                    later[b, t].append((key, value))
-                start = t - int(batch.positions[b, t])
-                seen = [first[b, s] for s in range(start, t + 1)] + later[b, t]
-                heard = []
-                for head_id in range(heads):
-                    g = head_id // (heads // groups)
-                    scores = torch.stack([q[head_id] @ key[g] for key, _ in seen]) / math.sqrt(d)
-                    heard.append(scores.softmax(0) @ torch.stack([value[g] for _, value in seen]))
-                x = x + w["block.self_attn.o_proj.weight"] @ torch.cat(heard)
-                y = norm(x, "block.post_attention_layernorm")
-                gate, up = w["block.mlp.gate_proj.weight"] @ y, w["block.mlp.up_proj.weight"] @ y
-                x = x + w["block.mlp.down_proj.weight"] @ (gate * gate.sigmoid() * up)
-                made[b, t] = norm(x, "final_layernorm")
-        assert made.shape == (B, T, D)
-        out.append(made)
-        states = made
+            keys, values = [], []
+        keys.append(rope(key, at[:, None], config.rope_theta))
+        values.append(value)
+        heard = dense(rope(q, at[:, None], config.rope_theta), keys, values, batch.documents)
+        x = x + linear(heard.transpose(1, 2).flatten(2), "block.self_attn.o_proj")
+        y = norm(x, "block.post_attention_layernorm")
+        gate, up = linear(y, "block.mlp.gate_proj"), linear(y, "block.mlp.up_proj")
+        states = norm(x + linear(gate * gate.sigmoid() * up, "block.mlp.down_proj"), "final_layernorm")
+        there = (slot + k < len(slot)) & (batch.documents.roll(-k, 1) == batch.documents)
+        out.append(states.masked_fill(~there[..., None], torch.nan))
     return out
 
 

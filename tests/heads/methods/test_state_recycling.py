@@ -14,17 +14,7 @@ from heads.methods.state_recycling import Recycling
 from tests.heads.blocks import test_backbone
 from tests.heads.methods import test_draft_model, test_medusa
 from tests.support.refusals import refused
-from tests.support.small_heads import (
-    eagle3_head,
-    greedy,
-    kept_log_probabilities,
-    mtp_head,
-    observe,
-    random_batch,
-    seen,
-    token_paths,
-    with_tokens,
-)
+from tests.support.small_heads import eagle3_head, greedy, mtp_head, observe, random_batch, seen, token_paths
 
 QUARTER = {"rope_type": "default", "partial_rotary_factor": 0.5}
 NARROW = {"hidden_size": 8, "target_hidden_size": 16, "own_embeddings": True}
@@ -56,10 +46,12 @@ def scores_are_those_of_training(
         paths, tokens = [token_paths(proposal, b)[node] for b in range(len(lengths))], batch.tokens.clone()
         for b, (n, path) in enumerate(zip(lengths, paths, strict=True)):
             tokens[b, n + 1 : n + 1 + len(path)] = torch.tensor(path)
+        changed = replace(batch, tokens=tokens, embeddings=batch.shared.embed_tokens(tokens))
         with torch.no_grad():
-            states = head.unroll(with_tokens(batch, tokens), max(map(len, paths)))
+            states = head.unroll(changed, max(map(len, paths)))
         for b, (n, path) in enumerate(zip(lengths, paths, strict=True)):
-            logq = [kept_log_probabilities(head, batch, state[b, n - 1]) for state in states[: len(path)]]
+            rows = [head.logits(state[b, n - 1], head.lm_head_weight(batch.shared)) for state in states[: len(path)]]
+            logq = [dict(zip(head.draft_to_target.tolist(), row.log_softmax(-1).tolist(), strict=True)) for row in rows]
             total = sum(step[token] for step, token in zip(logq, path, strict=True))
             assert proposal.depths[b, node] == len(path)
             assert float(proposal.scores[b, node]) == pytest.approx(total, abs=tolerance)
@@ -92,7 +84,7 @@ def test_observing_in_pieces_equals_observing_at_once(make: Callable[[], Any]) -
     """Rounds observe a ragged handful of positions at a time, with padding behind; nothing of it may be seen later, nor
     of what was drafted in between."""
     head, shape = make(), "tree:4x3x15"
-    sizes = {"width": 8, "vocab": 20} if isinstance(head, Medusa) else {}
+    sizes = test_medusa.SIZES if isinstance(head, Medusa) else {}
     batch = random_batch([[20], [20]], num_aux_layers=len(head.aux_layer_ids), **sizes)
     whole = head.propose(seen(head, batch, shape, [12, 12]), greedy)
     state = head.new_state(batch.shared, batch_size=2, capacity=28, shape=parse_shape(shape))

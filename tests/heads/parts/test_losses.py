@@ -39,14 +39,11 @@ PLAIN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "total_variation": lambda p, q: (p - q).abs().sum(-1) / 2,
     "negative_log_acceptance": lambda p, q: -(1 - (p - q).abs().sum(-1) / 2).log(),
     "jsd": lambda p, q: (PLAIN["kl"](p, (p + q) / 2) + PLAIN["kl"](q, (p + q) / 2)) / 2,
-    "kl_tv": lambda p, q: plain_mix(p, q),
+    # The weight of kl follows the acceptance, but no gradient flows through it.
+    "kl_tv": lambda p, q: torch.lerp(
+        PLAIN["total_variation"](p, q), PLAIN["kl"](p, q), torch.exp(-3 * torch.minimum(p, q).sum(-1)).detach()
+    ),
 }
-
-
-def plain_mix(p: Tensor, q: Tensor) -> Tensor:
-    """The weight follows the acceptance, but no gradient flows through it."""
-    weight = torch.exp(-3 * torch.minimum(p, q).sum(-1)).detach()
-    return weight * PLAIN["kl"](p, q) + (1 - weight) * PLAIN["total_variation"](p, q)
 
 
 def plain(c: dict[str, Any], loss: Callable[[Tensor, Tensor], Tensor], soft_cap: float | None = None) -> Tensor:

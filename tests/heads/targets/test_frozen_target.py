@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from eval.measure.open_models import load_pair
 from eval.runtime.engine import Engine, EngineOptions
@@ -67,12 +67,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma4_text sharing keys": GEMMA4
     | dict(num_kv_shared_layers=1, layer_types=["sliding_attention", "full_attention"] * 2),
 }
+AUTO: Any = AutoModelForCausalLM
 LENGTHS = (7, 10)  # of the packed documents, both longer than the window
-
-
-def from_config(config: PreTrainedConfig) -> Any:
-    auto: Any = AutoModelForCausalLM
-    return auto.from_config(config)
 
 
 def make_model(family: str, **changes: Any) -> Any:
@@ -83,7 +79,7 @@ def make_model(family: str, **changes: Any) -> Any:
     )
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = from_config(config)
+        model = AUTO.from_config(config)
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 torch.nn.init.normal_(parameter, std=0.3)
@@ -187,7 +183,7 @@ def test_texts_end_at_the_tokens_at_which_engines_end_them(
 def test_families_with_another_kind_of_past_are_refused(family: str, words: str) -> None:
     small = dict(vocab_size=40, hidden_size=16, num_hidden_layers=4, num_local_experts=2)
     with torch.device("meta"):
-        model = from_config(AutoConfig.for_model(family, **small))
+        model = AUTO.from_config(AutoConfig.for_model(family, **small))
     assert words in refused(FrozenTarget, model, "its-path")
 
 

@@ -22,6 +22,7 @@ from heads.targets.load import load_target, unused_weights
 from heads.targets.target_files import load_end_ids, load_tokenizer
 from tests.conftest import make_tiny_tokenizer
 from tests.heads.targets.test_frozen_target import make_model
+from tests.support.annotations import Log, Patch
 from tests.support.native_mtp import change_config, change_weights
 from tests.support.refusals import refused
 
@@ -54,7 +55,7 @@ def test_an_adapter_is_merged_into_the_weights(tiny_target_dir: Path, adapter_di
 
 
 def test_an_adapter_beside_weights_is_not_read_unasked(
-    tiny_target_dir: Path, adapter_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tiny_target_dir: Path, adapter_dir: Path, tmp_path: Path, caplog: Log
 ) -> None:
     """Engines read the weights alone."""
     both = shutil.copytree(tiny_target_dir, tmp_path / "both")
@@ -69,7 +70,7 @@ def test_an_adapter_beside_weights_is_not_read_unasked(
 
 
 def test_an_adapter_of_another_model_is_named(
-    tiny_target_dir: Path, adapter_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tiny_target_dir: Path, adapter_dir: Path, tmp_path: Path, caplog: Log
 ) -> None:
     other = tmp_path / "other"
     other.symlink_to(tiny_target_dir)
@@ -115,9 +116,7 @@ def resized_adapter(
     return tokenizer
 
 
-def test_an_adapter_brings_tokens_of_its_own(
-    tiny_target_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_adapter_brings_tokens_of_its_own(tiny_target_dir: Path, tmp_path: Path, caplog: Log) -> None:
     tokenizer = resized_adapter(tiny_target_dir, tmp_path / "more", ["embed_tokens", "lm_head"])
     how: dict[str, Any] = {"dtype": "float32", "device": torch.device("cpu"), "trust_remote_code": False}
     target, own = load_pair(str(tiny_target_dir), adapter=str(tmp_path / "more"), **how)
@@ -136,7 +135,7 @@ def test_an_adapter_brings_tokens_of_its_own(
     assert "row of token 129 alone, and model.embed_tokens has 128 rows in" in words
 
 
-def test_a_tokenizer_that_its_library_doubts_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_tokenizer_that_its_library_doubts_is_said(tmp_path: Path, caplog: Log) -> None:
     """transformers doubts Mistral's large tokenizers of before its version 5, and offers another pattern."""
     make_tiny_tokenizer().save_pretrained(tmp_path)
     tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
@@ -210,15 +209,11 @@ def write_gguf(folder: Path, path: Path) -> None:
             heads = config.num_attention_heads if "attn_q." in name else config.num_key_value_heads
             tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
         writer.add_tensor(name, tensor.numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
+        step()
 
 
-def test_a_gguf_file_holds_weights_and_tokenizer(
-    tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gguf_file_holds_weights_and_tokenizer(tiny_target_dir: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     write_gguf(tiny_target_dir, tmp_path / "tiny.gguf")
     target = load_target(str(tmp_path), gguf_file="tiny.gguf", dtype=torch.float32)
     plain = load_target(str(tiny_target_dir), dtype=torch.float32)
@@ -238,7 +233,7 @@ def test_a_gguf_file_holds_weights_and_tokenizer(
 
 
 def test_a_generation_config_that_cannot_be_fetched_is_not_an_absent_one(
-    tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_target_dir: Path, monkeypatch: Patch
 ) -> None:
     def cached_file(*_: object, **__: object) -> None:
         raise OSError("no route to the hub") from LocalEntryNotFoundError("generation_config.json")
@@ -288,7 +283,7 @@ def test_names_that_lead_nowhere(tiny_target_dir: Path, tmp_path: Path) -> None:
 
 
 def test_the_processors_chat_template_stands_before_the_tokenizers_as_in_vllm(
-    tiny_target_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tiny_target_dir: Path, tmp_path: Path, caplog: Log
 ) -> None:
     shutil.copytree(tiny_target_dir, tmp_path, dirs_exist_ok=True)
     own = load_tokenizer(str(tmp_path)).chat_template
@@ -309,7 +304,7 @@ def test_the_processors_chat_template_stands_before_the_tokenizers_as_in_vllm(
     assert "no chat_template.json that can be read" in refused(load_tokenizer, str(tmp_path))
 
 
-def test_only_a_hub_id_is_cut_at_its_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_hub_id_is_cut_at_its_revision(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("runs/a@b").mkdir(parents=True)
     assert repo_and_revision("owner/name@refs/pr/3") == ("owner/name", "refs/pr/3")
@@ -357,7 +352,7 @@ def test_code_in_a_model_folder_does_not_run_unasked(tiny_target_dir: Path, tmp_
 
 
 def test_code_that_the_user_lets_run_makes_every_tokenizer_of_the_target(
-    tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_target_dir: Path, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     folder = shutil.copytree(tiny_target_dir, tmp_path / "model")

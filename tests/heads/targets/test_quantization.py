@@ -6,21 +6,21 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from heads.targets.frozen_target import FrozenTarget
 from heads.targets.load import load_target
 from heads.targets.quantization import weight_bytes
 from tests.heads.targets.test_frozen_target import make_model
 from tests.support.refusals import refused
+from tests.support.small_targets import make_target
 
 
 @pytest.fixture
 def llama_dir(tmp_path: Path) -> Path:
-    sizes: dict[str, Any] = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes)).save_pretrained(tmp_path)
+    sizes: dict[str, Any] = dict(
+        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_key_value_heads=4
+    )
+    make_target("llama", torch.float32, **sizes, initializer_range=0.02).model.save_pretrained(tmp_path)
     return tmp_path
 
 
