@@ -48,7 +48,6 @@ def outcome(toy: Toy, shape: TreeShape, rule: str, *, likeliest: bool = False) -
 
 
 def distance(toy: Toy, distribution: Tensor, shape: TreeShape) -> float:
-    """The largest deviation from the target's distribution."""
     return float((distribution - toy.distribution(shape.depth + 1)).abs().max())
 
 

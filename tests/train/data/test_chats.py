@@ -36,7 +36,6 @@ TALK = [{"role": "system", "content": "be kind"}, *talk("hi", "the sea", "and", 
 
 
 def marked(tokenizer: Tokenizer, messages: list[dict[str, Any]], template: str | None = None) -> list[str]:
-    """Each document's text with its labels in brackets."""
     return bracketed(tokenizer, encode_chat(tokenizer, messages, chat_template=template))
 
 

@@ -46,7 +46,6 @@ TEMPLATE = (
 
 @pytest.fixture
 def tokenizer(tokenizer: Tokenizer) -> Tokenizer:
-    """A copy, with another chat template."""
     loaded: Any = copy.deepcopy(tokenizer)
     loaded.chat_template = TEMPLATE
     return loaded  # type: ignore[no-any-return]

@@ -67,21 +67,17 @@ class StubServer(QuietServer):
         return torch.stack(streams, 1), features.hidden[0]
 
     def log_probabilities(self, hidden: torch.Tensor, tokens: list[int]) -> list[Any]:
-        """Return the log-probabilities of a document in vLLM's form."""
         logits = self.target.lm_head(hidden[:-1]).log_softmax(-1)
         own = logits.gather(-1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()
         return [None, *({str(token): {"logprob": value}} for token, value in zip(tokens[1:], own, strict=True))]
 
     def write(self, path: Path, lock: Any, states: torch.Tensor, tokens: list[int]) -> None:
-        """Write a file shortly after its request was answered."""
-        time.sleep(0.002)
+        time.sleep(0.002)  # the request is answered meanwhile
         save_file({"hidden_states": states.contiguous(), "token_ids": torch.tensor(tokens)}, path)
         lock.close()
 
 
 class Handler(QuietHandler):
-    """The handler of the server's two paths."""
-
     server: StubServer
     protocol_version = "HTTP/1.1"  # connections are kept alive, as by vLLM
     wbufsize = -1

@@ -37,7 +37,6 @@ HEADS["dflash"]["weights"] = "d_pace"
 
 
 def of_kind(settings: Settings, entry: str) -> Settings:
-    """A run that takes a second."""
     settings["head"] = dict(HEADS[entry])
     settings["train"] |= {"max_steps": 4, "tokens_per_step": 4 * 48, "log_every": 1}
     settings["eval"] |= {"tree": "head" if entry == "medusa" else "chain:3", "report": {"repeats": 1}}
@@ -126,7 +125,6 @@ def test_a_head_trains_on_a_quantised_target(settings: Settings) -> None:
 
 @pytest.fixture
 def hybrid_settings(settings: Settings, tmp_path: Path, tiny_target_dir: Path) -> Settings:
-    """A recipe on a tiny Qwen3-Next."""
     model = make_hybrid("qwen3_next", vocab_size=129, eos_token_id=1, tie_word_embeddings=False).model
     with torch.no_grad():
         model.get_output_embeddings().weight[128] = 0  # the mask of blocks, which no text has

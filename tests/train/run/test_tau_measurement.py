@@ -77,7 +77,6 @@ def test_answers_are_unbroken_labels_of_one_document() -> None:
 
 
 def learn(head: Any, target: FrozenTarget, texts: list[list[int]]) -> None:
-    """Train a head on texts until it knows some of them by heart."""
     rows = text_rows(texts)
     batch = make_batch(target, replace(rows, loss_mask=rows.documents >= 0), head.aux_layer_ids, torch.float64)
     scale = head.loss_scale(head.counts(batch))
