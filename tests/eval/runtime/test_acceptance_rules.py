@@ -8,15 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from eval.runtime.acceptance_rules import DRAFTS, LAST, TESTS, Draws, Rejection, draw_counters
+from eval.runtime.acceptance_rules import DRAFTS, LAST, TESTS, Draws, Rejection, Rule, draw_counters, make_rule
 from eval.runtime.distribution import RowSampling
 from eval.runtime.engine import Request
 from eval.runtime.sampling_params import RULES, Sampling, check_rule
 from heads.core.contract import Drafter, Observation
 from heads.core.tree import Pick, Proposal, TreeShape, parse_shape, static_shape
 from heads.kernels.gumbel import gumbel, stream, uniform
+from heads.kernels.slots import ancestors
+from heads.parts.tree_growth import grow
 from tests.eval.runtime.conftest import target_of
-from tests.support.enumeration import chi_square
+from tests.support.enumeration import Toy, chi_square, prefixes_of
 from tests.support.refusals import refused
 from tests.support.small_targets import make_drafter, open_engine
 
@@ -31,41 +33,80 @@ def sampled_rows(rows: int, sampling: Sampling) -> RowSampling:
     return batch
 
 
+DECODED = 4
+"""Tokens whose joint distribution is looked at."""
 TARGET: Any = SimpleNamespace(in_tiles=False, logits=lambda hidden: hidden)
 """A target whose hidden states are its logits."""
-WARM = Sampling(temperature=1.0, top_k=2)
-FILTERED = Sampling(temperature=0.6, top_k=3, top_p=0.9)
+
+
+class Decoding:
+    """Rounds of a rule over a toy's distributions, for many rows at once: what the runtime does, without a model."""
+
+    def __init__(self, toy: Toy, rule: str, text: str, sampling: RowSampling) -> None:
+        self.toy, self.shape, self.sampling = toy, parse_shape(text), sampling
+        self.rule: Rule = make_rule(rule, self.shape, sampling, TARGET)
+        self.p, starts = toy.flat("p")
+        self.q, _ = toy.flat("q")
+        self.starts = torch.tensor(starts)
+        rows = len(sampling.seed)
+        self.length = torch.zeros(rows, dtype=torch.int64)
+        self.codes = torch.zeros(rows, dtype=torch.int64)  # what was decoded, a number in base V
+        self.rounds = torch.zeros(rows, dtype=torch.int64)
+
+    def logits(self, table: Tensor, depths: Tensor, codes: Tensor) -> Tensor:
+        return table[self.starts[depths] + codes].float()
+
+    def round(self) -> None:
+        """One round of every row that has not decoded enough."""
+        V, shape = self.toy.vocab, self.shape
+        going = self.length < DECODED
+        codes = self.codes[:, None]
+        depths = self.length[:, None]
+
+        def expand(tokens: Tensor, above: Tensor, paths: Tensor, level: int) -> Tensor:
+            nonlocal codes
+            codes = codes.gather(1, above) * V + tokens
+            return self.logits(self.q, depths + level, codes)
+
+        root = torch.zeros_like(self.length)
+        first = self.logits(self.q, depths, codes)
+        proposal = grow(shape, root, self.length, first, self.rule.begin(), expand, None)
+        prefixes = prefixes_of(proposal, V, self.codes)
+        logits = self.logits(self.p, depths + proposal.depths, prefixes)
+        positions = self.length[:, None] + 1 + proposal.depths
+        outputs = self.rule.target_outputs(logits, positions)
+        tree = None if shape.top_k == 1 else ancestors(proposal.parents, shape.depth)
+        found = self.rule.accept(proposal, outputs, positions, tree)
+        for k in range(shape.depth + 1):
+            takes = going & (k <= found.accepted) & (self.length < DECODED)
+            self.codes = torch.where(takes, self.codes * V + found.emitted[:, k], self.codes)
+            self.length = self.length + takes
+        self.rounds += going
+
+
+WARM = Sampling(temperature=1.0, seed=1)
+FILTERED = Sampling(temperature=0.6, top_p=0.9, seed=50)
 
 
 @pytest.mark.parametrize(
-    ("rule", "shape", "sampling"),
+    ("rule", "text", "sampling"),
     [
         *(("match", "tree:2x2x4", WARM), ("block", "chain:3", WARM)),
         *(("ratio", "chain:2", FILTERED), ("ratio", "static:2.2", FILTERED)),
     ],
+    ids=["match", "block", "ratio", "ratio, tree"],
 )
-def test_what_many_requests_give_has_the_targets_distribution(rule: str, shape: str, sampling: Sampling) -> None:
-    """Through the whole engine: with two or three tokens to choose from, three come out in few ways."""
-    target, prompt, length = target_of("llama"), [5, 6, 7], 3
-    requests = [Request(prompt, length, sampling.with_seed(i), ignore_eos=True) for i in range(1000)]
-    head = make_drafter("early_exit:2", target)
-    engine = open_engine(target, head, shape, batch_size=50, max_length=32, rule=rule)
-    outputs = engine.generate(requests)
-    row = sampled_rows(1, sampling)
-    distribution: dict[tuple[int, ...], float] = {(): 1.0}
-    for _ in range(length):
-        texts = torch.tensor([[*prompt, *tokens] for tokens in distribution])
-        chances = row.log_distribution(target.model(texts).logits[None, :, -1]).exp()[0].double()
-        distribution = {
-            (*tokens, int(i)): mass * float(chance[i])
-            for (tokens, mass), chance in zip(distribution.items(), chances, strict=True)
-            for i in chance.nonzero()
-        }
-    ways = {way: number for number, way in enumerate(distribution)}
-    codes = torch.tensor([ways[tuple(output.tokens)] for output in outputs])
-    statistic, limit = chi_square(codes, torch.tensor([*distribution.values()], dtype=torch.float64))
+def test_several_rounds_by_real_noise_have_the_targets_distribution(rule: str, text: str, sampling: Sampling) -> None:
+    distributions = Toy(3, DECODED + parse_shape(text).depth, 21)
+    batch = sampled_rows(30_000, sampling)
+    decoding = Decoding(distributions, rule, text, batch)
+    while (decoding.length < DECODED).any():
+        decoding.round()
+    processed = [batch.row(0).log_distribution(table.log()[None]).exp()[0].double() for table in distributions.p]
+    distributions.p = [table / table.sum(-1, keepdim=True) for table in processed]
+    statistic, limit = chi_square(decoding.codes, distributions.distribution(DECODED))
     assert statistic < limit
-    assert sum(output.rounds for output in outputs) < 0.85 * (length - 1) * len(outputs)
+    assert decoding.rounds.double().mean() < 0.85 * DECODED
 
 
 def test_children_are_drawn_from_the_drafts_distribution_in_order() -> None:
@@ -97,6 +138,27 @@ def test_greedy_rows_use_every_sibling() -> None:
         outputs = open_engine(target, head, "static:3.2", batch_size=2, max_length=96, rule=rule).generate(requests)
         rounds.append([output.rounds for output in outputs][::2])
     assert rounds[0] == rounds[1] and sum(rounds[0]) < 3 * 11
+
+
+def test_what_many_requests_give_by_block_has_the_targets_distribution() -> None:
+    """Through the whole engine: with two tokens to choose from, three tokens come out in eight ways."""
+    target, prompt = target_of("llama"), [5, 6, 7]
+    requests = [Request(prompt, 3, Sampling(temperature=1.0, top_k=2, seed=i), ignore_eos=True) for i in range(250)]
+    head = make_drafter("early_exit:2", target)
+    engine = open_engine(target, head, "chain:2", batch_size=50, max_length=32, rule="block")
+    outputs = [tuple(output.tokens) for output in engine.generate(requests)]
+    distribution: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(3):
+        longer = {}
+        for tokens, mass in distribution.items():
+            logits = target.model(torch.tensor([[*prompt, *tokens]])).logits[0, -1].double()
+            values, ids = logits.topk(2)
+            longer.update({(*tokens, int(i)): mass * float(p) for i, p in zip(ids, values.softmax(-1), strict=True)})
+        distribution = longer
+    ways = list(distribution)
+    codes = torch.tensor([ways.index(tokens) for tokens in outputs])
+    statistic, limit = chi_square(codes, torch.tensor([distribution[way] for way in ways], dtype=torch.float64))
+    assert statistic < limit
 
 
 GAPPED = static_shape([(0,), (2,), (0, 0)], "gapped")
