@@ -48,7 +48,6 @@ def conversation(opened: Opened, length: int, console: Console | None = None, **
 
 
 def decoded(opened: Opened, ids: Sequence[int], new_tokens: int, **sampling: Any) -> list[int]:
-    """Plain decoding's tokens."""
     engine = open_engine(opened.target, None, max_length=len(ids) + new_tokens + 1)
     return engine.generate([Request(ids, new_tokens, Sampling(**sampling))])[0].tokens
 

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from eval.pages.wandb_run import run_place, wandb_mode
 from heads.core.errors import warn_once
+from tests.support.annotations import Capture, Patch
 from tests.support.faults import signal_at
 from tests.support.refusals import refused
 from tests.support.runs import Settings, lines, measured_run, write_recipe
@@ -23,9 +24,7 @@ from train.plan.memory_and_flops import Launch, Plan
 from train.recipe.recipe import load_recipe
 
 
-def test_a_whole_run_leaves_everything_and_is_not_made_again(
-    small: Settings, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_whole_run_leaves_everything_and_is_not_made_again(small: Settings, capsys: Capture) -> None:
     folder, results = measured_run("eagle", small)
     for name in ("recipe.yaml", "provenance.json", "metrics.jsonl", "results.json", "report.html", "head/config.json"):
         assert (folder / name).is_file(), name
@@ -52,7 +51,7 @@ def test_a_whole_run_leaves_everything_and_is_not_made_again(
     ],
 )
 def test_the_variable_of_a_cluster_wins_over_a_recipe_that_asks_for_wandb(
-    recipe: str, variable: str, mode: str, monkeypatch: pytest.MonkeyPatch
+    recipe: str, variable: str, mode: str, monkeypatch: Patch
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", variable)
     assert wandb_mode(recipe) == mode
@@ -61,9 +60,7 @@ def test_the_variable_of_a_cluster_wins_over_a_recipe_that_asks_for_wandb(
         assert "WANDB_MODE: expected one of online, " in refused(wandb_mode, recipe)
 
 
-def test_the_command_that_uploads_names_every_part_of_a_run_in_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_that_uploads_names_every_part_of_a_run_in_order(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.chdir(tmp_path)
     parts = [tmp_path / f"wandb/offline-run-20261128_1{hour}0000-x1" for hour in (1, 0, 2)]
     for part in (*parts, tmp_path / "wandb/offline-run-20261128_130000-y2"):
@@ -75,7 +72,7 @@ def test_the_command_that_uploads_names_every_part_of_a_run_in_order(
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EACCES])
 def test_a_file_system_without_locks_is_no_folder_in_use(
-    number: int, small: Settings, own_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, caplog: Any
+    number: int, small: Settings, own_cache: Path, monkeypatch: Patch, capsys: Any, caplog: Any
 ) -> None:
     def flock(*_: object) -> None:
         raise OSError(number, os.strerror(number))
@@ -94,7 +91,7 @@ def test_a_file_system_without_locks_is_no_folder_in_use(
 
 @pytest.mark.slow
 def test_wandb_holds_the_outcome_and_no_key(
-    small: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    small: Settings, tmp_path: Path, monkeypatch: Patch, capfd: Capture
 ) -> None:
     key = "5ec2e7" * 7
     for name in ("DATA", "CONFIG", "CACHE"):
@@ -131,13 +128,13 @@ def test_wandb_holds_the_outcome_and_no_key(
     assert not leaks
 
 
-def test_an_interrupt_is_status_130_with_a_checkpoint(small: Settings, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupt_is_status_130_with_a_checkpoint(small: Settings, capsys: Capture) -> None:
     with signal_at(1):
         assert attempt("eagle", [str(write_recipe(small))]) == 130
     assert (Path(small["output_dir"]) / "checkpoints/step-1/manifest.json").is_file()
     assert "interrupted at step 1; the same command goes on from there" in capsys.readouterr().err
 
 
-def test_no_recipe_is_a_usage_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_recipe_is_a_usage_line(capsys: Capture) -> None:
     assert attempt("eagle", []) == 2
     assert " train/eagle.py RECIPE.yaml" in capsys.readouterr().err

@@ -117,16 +117,13 @@ def test_the_forms_of_a_record(form: str) -> None:
         assert chat.notes == (("records begin with an answer, which is dropped",) if leads else ())
 
 
-def test_a_column_of_reasoning_is_that_of_the_answer_beside_it() -> None:
-    record = {"question": "hi", "reasoning": "so", "answer": "ho"}
-    assert read_chat(("f:1", record)).messages == [U, {**A, "reasoning_content": "so"}]
-
-
-def test_reasoning_in_a_content_part_is_the_reasoning_of_its_turn() -> None:
+def test_reasoning_in_a_column_or_in_a_content_part_is_that_of_its_answer() -> None:
+    records: list[dict[str, Any]] = [{"question": "hi", "reasoning": "so", "answer": "ho"}]
     for thought in ("so", [{"type": "text", "text": "so"}]):
         parts = [{"type": "thinking", "thinking": thought}, {"type": "text", "text": "ho"}]
-        (_, answer) = read_chat(("f:1", {"messages": [U, {**A, "content": parts}]})).messages
-        assert answer == {**A, "reasoning_content": "so"}
+        records.append({"messages": [U, {**A, "content": parts}]})
+    for record in records:
+        assert read_chat(("f:1", record)).messages == [U, {**A, "reasoning_content": "so"}]
 
 
 def test_questions_without_an_answer_between_them_are_one_prompt_which_is_said() -> None:

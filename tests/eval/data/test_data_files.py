@@ -19,29 +19,24 @@ def texts(path: Path | str, **which: Any) -> list[str]:
     return [record["text"] for _, record in read_records(str(path), **which)]
 
 
-def test_json_lines_plain_and_gzipped_give_records_with_their_lines(tmp_path: Path) -> None:
-    text = '{"text": "a"}\n\n{"text": "b"}\n'
-    (tmp_path / "a.jsonl").write_text(text)
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(text.encode()))
-    for path in (tmp_path / "a.jsonl", tmp_path / "a.jsonl.gz"):
-        assert list(read_records(str(path))) == [(f"{path}:1", {"text": "a"}), (f"{path}:3", {"text": "b"})]
-        assert texts(path, limit=1) == ["a"]
-
-
-ARRAYS = (
-    '[{"text": "a"},{"text": "b"}]',
-    '\ufeff [\n{"text":\n"a"}\n,\n{"text": "b"} ]\n',
-    '\n\n[{"text":"a"},{"text":"b"}]',
+@pytest.mark.parametrize(
+    ("text", "places"),
+    [
+        ('{"text": "a"}\n\n{"text": "b"}\n', [":1", ":3"]),
+        ('[{"text": "a"},{"text": "b"}]', [": record 1", ": record 2"]),
+        ('\ufeff [\n{"text":\n"a"}\n,\n{"text": "b"} ]\n', [": record 1", ": record 2"]),
+        ('\n\n[{"text":"a"},{"text":"b"}]', [": record 1", ": record 2"]),
+    ],
 )
-
-
-@pytest.mark.parametrize("text", ARRAYS)
-def test_an_array_gives_numbered_records(text: str, tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text(text)
-    (tmp_path / "a.json.gz").write_bytes(gzip.compress(text.encode()))
-    for path in (tmp_path / "a.json", tmp_path / "a.json.gz"):
-        records = list(read_records(str(path)))
-        assert records == [(f"{path}: record {n}", {"text": text}) for n, text in enumerate("ab", start=1)]
+def test_records_plain_and_gzipped_have_their_lines_or_numbers(text: str, places: list[str], tmp_path: Path) -> None:
+    plain = tmp_path / ("a.json" if "[" in text else "a.jsonl")
+    plain.write_text(text)
+    zipped = plain.with_name(f"{plain.name}.gz")
+    zipped.write_bytes(gzip.compress(text.encode()))
+    for path in (plain, zipped):
+        expected = [(f"{path}{place}", {"text": letter}) for place, letter in zip(places, "ab", strict=True)]
+        assert list(read_records(str(path))) == expected
+        assert texts(path, limit=1) == ["a"]
 
 
 def test_parquet_and_text_files(tmp_path: Path) -> None:

@@ -12,9 +12,8 @@ from torch import Tensor
 from eval.runtime.engine import Request
 from eval.runtime.memory import check_memory
 from eval.runtime.request import Reports, StopStringMatcher
-from eval.runtime.round import read_prompts
 from eval.runtime.sampling_params import Sampling
-from heads.core.tree import parse_shape
+from heads.core.tree import ROOT_ONLY, TreeShape, parse_shape
 from heads.targets.frozen_target import Features
 from heads.targets.load import load_target
 from heads.targets.target_files import load_tokenizer
@@ -97,14 +96,16 @@ def test_outputs_count_their_rounds_and_every_round_is_timed(prompts: list[list[
     assert outputs[0].first_round == 0 < outputs[-1].first_round, "later requests wait for a free row"
 
 
-@pytest.mark.parametrize(("ahead", "rows"), [(1, 1), (2, 2)])
-def test_no_time_counts_for_a_round_after_all_texts_ended(ahead: int, rows: int, prompts: list[list[int]]) -> None:
-    """As on a GPU, where the host launches a round before it knows that the last one ended the text."""
+@pytest.mark.parametrize(("ahead", "rows", "shape"), [(1, 1, TREE), (2, 2, TREE), (5, 2, CHAIN), (5, 2, ROOT_ONLY)])
+def test_rounds_after_a_text_ended_change_nothing_and_count_for_no_time(
+    ahead: int, rows: int, shape: TreeShape, prompts: list[list[int]]
+) -> None:
+    """As on a GPU, where the host launches rounds before it knows that an earlier one ended the text."""
     target = target_of("llama")
     requests = [Request(prompt, 9 + n, ignore_eos=True) for n, prompt in enumerate(prompts[:4])]
     expected = decode_plainly(target, requests)
-    head = ScriptedHead(target, sequences(requests, expected))
-    engine = open_engine(target, head, TREE, batch_size=rows, max_length=64)
+    head = None if shape is ROOT_ONLY else ScriptedHead(target, sequences(requests, expected))
+    engine = open_engine(target, head, shape, batch_size=rows, max_length=64)
     engine.ahead = ahead
     engine.reports = Reports(engine.decoder.state.report, ahead + 2, on_host=True)
     for start in range(0, len(requests), rows):
@@ -132,24 +133,6 @@ def test_a_full_cache_holds_the_longest_request() -> None:
     engine = open_engine(target, ScriptedHead(target, sequences(requests, expected)), TREE, max_length=128)
     assert engine.decoder.target.spec.capacity == 128
     assert texts(engine.generate(requests)) == texts(expected)
-
-
-@pytest.mark.parametrize("shape", ["none", "chain:3", "tree:3x3x10"])
-def test_a_row_that_is_done_stays_as_it_is(shape: str) -> None:
-    target = target_of("llama")
-    head = make_drafter("none" if shape == "none" else "medusa", target)
-    engine = open_engine(target, head, shape, batch_size=2, max_length=128)
-    with torch.inference_mode():
-        newcomers = {0: Request([5, 6, 7], 2, ignore_eos=True), 1: Request([8, 9], 60, ignore_eos=True)}
-        read_prompts(engine.decoder, newcomers)
-        engine.decoder.round(64)
-        state = engine.decoder.state
-        recorded = [state.length, state.output_length, state.rounds, state.output[:, :2]]
-        before = [x[0].clone() for x in recorded]
-        for _ in range(4):
-            engine.decoder.round(64)
-    assert state.done.tolist() == [True, False] and state.rounds[1] == 5
-    assert all(torch.equal(x[0], y) for x, y in zip(recorded, before, strict=True))
 
 
 def test_the_earliest_token_that_completes_a_stop_string_wins(tiny_target_dir: Path) -> None:

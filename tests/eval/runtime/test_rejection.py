@@ -1,19 +1,18 @@
-"""Every rule on every kind of tree: what comes out, summed over all that can happen, has the target's distribution."""
+"""The rules that reject, on every kind of tree: what comes out, summed over all that can happen, has the target's
+distribution."""
 
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from eval.runtime.acceptance_rules import Rejection, Verdict, match
+from eval.runtime.acceptance_rules import Rejection, Verdict
 from eval.runtime.distribution import RowSampling
 from heads.blocks.block_heads import BLOCK_HEADS
 from heads.core.contract import Observation, SharedLayers
 from heads.core.tree import Proposal, TreeShape, parse_shape, static_shape
-from heads.kernels.slots import ancestors
 from tests.support.annotations import Patch
 from tests.support.enumeration import EveryDraw, Toy, draws_of, prefixes_of, sum_over_tests
 from tests.support.small_heads import BLOCK_SIZES
@@ -49,7 +48,6 @@ def outcome(toy: Toy, shape: TreeShape, rule: str, *, likeliest: bool = False) -
 
 
 def distance(toy: Toy, distribution: Tensor, shape: TreeShape) -> float:
-    """The largest deviation from the target's distribution."""
     return float((distribution - toy.distribution(shape.depth + 1)).abs().max())
 
 
@@ -126,33 +124,6 @@ def test_a_draft_with_the_targets_own_distribution_is_accepted_whole(rule: str) 
     distributions = Toy(3, 4, 2)
     distributions.q = distributions.p
     assert check_exact(distributions, CHAIN, rule) == pytest.approx(4)
-
-
-def match_outcome(toy: Toy, shape: TreeShape) -> Tensor:
-    """The distribution of what `match` gives on trees drawn in every way, by every choice of the target after every
-    prefix."""
-    K, V = shape.depth, toy.vocab
-    pick = EveryDraw(draws_of(shape), V)
-    proposal, prefixes = toy.grow(shape, pick, len(pick.ways))
-    p, above = toy.at(prefixes, proposal.depths), ancestors(proposal.parents, K)
-    distributions = [torch.zeros(V ** (n + 1), dtype=torch.float64) for n in range(K + 1)]
-    for choices in product(range(V), repeat=shape.nodes):
-        choice = torch.tensor(choices).expand(len(pick.ways), -1)
-        weight = pick.weight * p.gather(-1, choice[..., None])[..., 0].prod(1)
-        found = match(proposal, choice, above, K)
-        for n, distribution in enumerate(distributions):
-            digits = V ** torch.arange(n, -1, -1)
-            code = (found.emitted[:, : n + 1] * digits).sum(1)
-            distribution.index_add_(0, code % len(distribution), torch.where(found.accepted == n, weight, 0.0))
-    return torch.stack([toy.complete(distribution, K + 1) for distribution in distributions]).sum(0)
-
-
-@pytest.mark.parametrize("text", ["chain:3", "static:2.1", "tree:2x2x4", "tree:3x2x4"])
-def test_match_has_the_targets_distribution_on_every_tree(text: str) -> None:
-    shape = parse_shape(text)
-    vocab = 3 if shape.depth < 3 or shape.top_k == 1 else 2
-    distributions = Toy(vocab, shape.depth + 1, 5)
-    assert distance(distributions, match_outcome(distributions, shape), shape) < EXACT
 
 
 def test_block_emits_no_fewer_tokens_than_ratio_in_expectation() -> None:

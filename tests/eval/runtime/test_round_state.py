@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from eval.runtime.acceptance_rules import match, match_chain
+from eval.runtime.acceptance_rules import match
 from heads.core.tree import Proposal
 from heads.kernels.slots import ancestors
 
@@ -62,17 +62,3 @@ def test_a_node_that_hangs_on_nothing_is_never_accepted() -> None:
     found = match(Proposal(tokens, parents, depths, torch.zeros(1, 4)), tokens, ancestors(parents, 3), 3)
     assert found.accepted.tolist() == [1]
     assert found.path[0, :2].tolist() == [0, 2]
-
-
-def test_chains_need_no_tree() -> None:
-    chooser = random.Random(0)
-    for _ in range(200):
-        K = chooser.randrange(0, 6)
-        tokens, choice = torch.tensor([[[chooser.randrange(2) for _ in range(K + 1)] for _ in range(5)] for _ in "tc"])
-        parents = torch.arange(-1, K).clamp(min=0).expand(5, -1)
-        proposal = Proposal(tokens, parents, torch.arange(K + 1).expand(5, -1), torch.zeros(5, K + 1))
-        plain, general = match_chain(proposal, choice), match(proposal, choice, ancestors(parents, K), K)
-        assert torch.equal(plain.accepted, general.accepted)
-        for b, n in enumerate(plain.accepted.tolist()):
-            assert torch.equal(plain.path[b, : n + 1], general.path[b, : n + 1])
-            assert torch.equal(plain.emitted[b, : n + 1], general.emitted[b, : n + 1])

@@ -314,33 +314,23 @@ def test_a_server_s_first_token_may_be_nearly_as_likely_as_ours(
     assert status == 1 and results["exact"]["identical"] == 0  # measured, with texts that differ
 
 
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "away": ({"url": "http://127.0.0.1:1"}, "/v1/models: no answer"),
-    "another program": ({"engine": "ollama"}, "expected vLLM, SGLang or llama-server"),
-    "no drafts": ({"engine": "llamacpp", "generate": lambda request: [[5]]}, "and drafts nothing; its log says why"),
-    "noise": ({"is_noisy": True}, "its sampled texts are not the target's at T = 1"),
-    "min_p": ({"fault": lambda s, n: 500 if n else None}, "vLLM takes no min_p with a draft"),
-    "min_p in the stream": ({"fails_in_stream": True}, "vLLM takes no min_p with a draft"),
-    "min_p, asked first of a target": ({"fault": lambda s, n: 400}, "vLLM takes no min_p with a draft"),
-    "no room": ({}, "leave no room for a prompt in the 128 positions"),
-    "no speculation": ({"speculates": False}, "does not speculate"),
-    "another target": ({"generate": lambda request: [[5]] * request.max_new_tokens}, "is not that of"),
-    "no counters": ({"counts": None}, "has no counters"),
-    "status 500": ({"fault": lambda s, n: 500 if n == 3 else None}, "status 500"),
-    "hangs up": ({"fault": lambda s, n: 0 if n == 3 else None}, "no answer"),
-    "other requests": ({"fault": lambda s, n: s.counts.update(tokens=n == 3)}, "measure it while it has no"),
-    "rounds beyond K": ({"engine": "sglang", "draft_tokens": 2}, "says that it drafts 1 tokens, and accepted"),
-}
-
-
-MIN_P = ["--temperature", "1", "--min-p", "0.1"]
-OPTIONS = {
-    "another target": ["--target", "TARGET"],
-    "noise": ["--target", "TARGET", "--temperature", "1"],
-    "min_p": MIN_P,
-    "min_p in the stream": MIN_P,
-    "min_p, asked first of a target": ["--target", "TARGET", *MIN_P],
-    "no room": ["--max-new-tokens", "128"],
+MIN_P = "--temperature 1 --min-p 0.1"
+REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
+    "away": ({"url": "http://127.0.0.1:1"}, "", "/v1/models: no answer"),
+    "another program": ({"engine": "ollama"}, "", "expected vLLM, SGLang or llama-server"),
+    "no drafts": ({"engine": "llamacpp", "generate": lambda r: [[5]]}, "", "and drafts nothing; its log says why"),
+    "noise": ({"is_noisy": True}, "--target TARGET --temperature 1", "its sampled texts are not the target's at T = 1"),
+    "min_p": ({"fault": lambda s, n: 500 if n else None}, MIN_P, "vLLM takes no min_p with a draft"),
+    "min_p in the stream": ({"fails_in_stream": True}, MIN_P, "vLLM takes no min_p with a draft"),
+    "min_p, of a target": ({"fault": lambda s, n: 400}, f"--target TARGET {MIN_P}", "vLLM takes no min_p with a draft"),
+    "no room": ({}, "--max-new-tokens 128", "leave no room for a prompt in the 128 positions"),
+    "no speculation": ({"speculates": False}, "", "does not speculate"),
+    "another target": ({"generate": lambda r: [[5]] * r.max_new_tokens}, "--target TARGET", "is not that of"),
+    "no counters": ({"counts": None}, "", "has no counters"),
+    "status 500": ({"fault": lambda s, n: 500 if n == 3 else None}, "", "status 500"),
+    "hangs up": ({"fault": lambda s, n: 0 if n == 3 else None}, "", "no answer"),
+    "other requests": ({"fault": lambda s, n: s.counts.update(tokens=n == 3)}, "", "measure it while it has no"),
+    "rounds beyond K": ({"engine": "sglang", "draft_tokens": 2}, "", "says that it drafts 1 tokens, and accepted"),
 }
 
 
@@ -348,10 +338,10 @@ OPTIONS = {
 def test_a_server_that_cannot_be_measured_is_one_line_and_leaves_nothing(
     case: str, served: Speculating, measure: Measure, tmp_path: Path, capsys: Capture
 ) -> None:
-    changes, words = REFUSED[case]
+    changes, options, words = REFUSED[case]
     vars(served).update(changes)
     out = tmp_path / "out"
-    assert measure(*(word.replace("TARGET", served.folder) for word in OPTIONS.get(case, []))) == (2, {})
+    assert measure(*options.replace("TARGET", served.folder).split()) == (2, {})
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert words in line and (served.url in line or case == "no room")
     assert {path.name for path in out.glob("*")} <= {"unfinished.jsonl"} and (case != "noise" or not out.exists())

@@ -8,21 +8,23 @@ from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
-from eval.core.progress import Progress
 from eval.runtime.engine import Engine, EngineOptions, Request
 from heads.core.errors import UserError
 from heads.core.files import lock
 from heads.targets.frozen_target import FrozenTarget
 from heads.targets.load import load_target
 from tests.conftest import CHAT_TEMPLATE
+from tests.support.annotations import Capture, Patch
 from tests.support.answering import Stub, by_engine, serving
 from tests.support.chats import reader_of, talk, write_chats
 from tests.support.faults import small_files
+from tests.support.refusals import refused
 from tests.support.runs import Settings, same, train, weights, write_recipe
 from train.data.answers import TargetAnswers, describe_cut, open_answers
 from train.data.data_settings import Data
@@ -34,7 +36,7 @@ WORDS = ["the sea", "ten birds", "a stone", "the sand", "there", "read on", "so"
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
+def asked(monkeypatch: Patch) -> list[Request]:
     """Requests that engines were given."""
     noted: list[Request] = []
 
@@ -102,7 +104,7 @@ def test_conversations_that_end_early_are_counted(make: Make) -> None:
 
 
 def test_another_head_asks_for_nothing(
-    make: Make, asked: list[Request], own_cache: Path, target: FrozenTarget, monkeypatch: pytest.MonkeyPatch
+    make: Make, asked: list[Request], own_cache: Path, target: FrozenTarget, monkeypatch: Patch
 ) -> None:
     corpus = make().corpus()
     assert len(asked) >= 20
@@ -121,12 +123,13 @@ def test_another_head_asks_for_nothing(
 
 
 def test_an_interruption_loses_the_conversations_in_flight(
-    make: Make, asked: list[Request], monkeypatch: pytest.MonkeyPatch
+    make: Make, asked: list[Request], monkeypatch: Patch
 ) -> None:
     """And a file cut anywhere loses only the line that was being written."""
     answers = make(turns=1)
+    seven = Mock(side_effect=[*[None] * 6, KeyboardInterrupt])
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("train.data.answers.Progress.advance", interrupt_after(7))
+        patch.setattr("train.data.answers.Progress.advance", seven)
         answers.generate()
     asked.clear()
     answers.generate()
@@ -134,8 +137,7 @@ def test_an_interruption_loses_the_conversations_in_flight(
     path = answers.folder / "0.jsonl"
     whole, asked[:] = path.read_bytes(), []
     path.write_bytes(whole[:-9])
-    with pytest.raises(UserError, match=r"lacks 1 of 20 answers; the same command generates them"):
-        list(answers.lines())
+    assert "lacks 1 of 20 answers; the same command generates them" in refused(lambda: list(answers.lines()))
     answers.generate()
     assert len(asked) == 1 and path.read_bytes() == whole
     asked.clear()
@@ -150,18 +152,7 @@ def test_an_interruption_loses_the_conversations_in_flight(
         answers.generate()
 
 
-def interrupt_after(count: int) -> Callable[[Progress], None]:
-    def advance(progress: Progress) -> None:
-        progress.done += 1
-        if progress.done == count:
-            raise KeyboardInterrupt
-
-    return advance
-
-
-def test_a_run_that_answers_again_says_what_changed(
-    make: Make, target: FrozenTarget, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_answers_again_says_what_changed(make: Make, target: FrozenTarget, monkeypatch: Patch) -> None:
     said: list[str] = []
 
     def generate(**settings: Any) -> list[str]:
@@ -187,8 +178,7 @@ def test_processes_divide_the_conversations(make: Make, asked: list[Request]) ->
         accelerator: Any = SimpleNamespace(process_index=process, num_processes=2, wait_for_everyone=lambda: None)
         share = replace(answers, reader=replace(answers.reader, accelerator=accelerator))
         if process == 0:
-            with pytest.raises(UserError, match="the machines of this launch do not share it"):
-                share.generate()
+            assert "the machines of this launch do not share it" in refused(share.generate)
             paths[1].touch()
         share.generate()
     assert [len(path.read_bytes().splitlines()) for path in paths] == [10, 10]
@@ -214,7 +204,7 @@ def test_a_server_gives_the_same_answers(
 
 
 def test_an_engine_is_started_for_the_answers_and_ends(
-    make: Make, target: FrozenTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Make, target: FrozenTarget, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     own = make().corpus()
     program, ended = tmp_path / "python", tmp_path / "ended"
@@ -229,11 +219,9 @@ def test_an_engine_is_started_for_the_answers_and_ends(
     assert (job["target"], job["dtype"], job["rows"], job["context"]) == (target.name, "float32", 3, 71)
     other = make(server={"engine": "vllm"}, seed=1, new_tokens=5)
     quantized = replace(other, target=load_target(target.name, quantize="int8"))
-    with pytest.raises(UserError, match=r"vllm would answer without target\.quantize; leave the server out"):
-        quantized.corpus()
+    assert "vllm would answer without target.quantize; leave the server out" in refused(quantized.corpus)
     monkeypatch.setenv(variable, str(tmp_path / "none"))
-    with pytest.raises(UserError, match=r"is not installed here; run scripts/make_engine\.sh vllm, or name the Python"):
-        other.corpus()
+    assert "is not installed here; run scripts/make_engine.sh vllm, or name the Python" in refused(other.corpus)
     for both in ({}, {"url": "http://localhost:8000", "engine": "vllm"}):
         with pytest.raises(ValueError, match="expected either `url`"):
             make(server=both)
@@ -283,11 +271,9 @@ def test_prompts_come_from_every_source_by_weight(
     prompts = read(16)
     assert len(prompts) == 16 and all(1 <= len(prompt) <= 12 for prompt in prompts)
     assert sum(str(tokenizer.decode(prompt)).startswith("<s><|user|>say") for prompt in prompts) == 12
-    with pytest.raises(UserError, match=r"chats.jsonl gives 20 prompts of at most 12 tokens, expected 30"):
-        read(40)
+    assert "chats.jsonl gives 20 prompts of at most 12 tokens, expected 30" in refused(read, 40)
     chats.write_text('{"text": "short"}\n')
-    with pytest.raises(UserError, match="no text has 40 characters"):
-        opened([{"kind": "text", "path": str(chats)}])
+    assert "no text has 40 characters" in refused(opened, [{"kind": "text", "path": str(chats)}])
 
 
 DATED = "{{ date_string if date_string is defined else strftime_now('%d %b %Y') }}" + CHAT_TEMPLATE
@@ -295,9 +281,7 @@ DATED = "{{ date_string if date_string is defined else strftime_now('%d %b %Y') 
 
 
 @pytest.mark.slow
-def test_a_day_on_no_answer_is_made_anew(
-    settings: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_day_on_no_answer_is_made_anew(settings: Settings, tmp_path: Path, capsys: Capture) -> None:
     """By a run that began on another day, by another folder that is given its day, and by recipes that state one."""
     (tmp_path / "dated.jinja").write_text(DATED)
     records = ({"messages": talk(*(f"the sea {n} {k}" for k in range(4)))} for n in range(20))

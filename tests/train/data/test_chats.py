@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from eval.data.chat_template import ChatTemplate
 from eval.data.conversation_forms import REASONING, Chat, read_chat
@@ -35,10 +35,7 @@ REWRITING = "{{ messages | length }}{% for m in messages %}<|{{ m.role }}|>{{ m.
 TALK = [{"role": "system", "content": "be kind"}, *talk("hi", "the sea", "and", "sand")]
 
 
-def marked(
-    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], template: str | None = None
-) -> list[str]:
-    """Each document's text with its labels in brackets."""
+def marked(tokenizer: Tokenizer, messages: list[dict[str, Any]], template: str | None = None) -> list[str]:
     return bracketed(tokenizer, encode_chat(tokenizer, messages, chat_template=template))
 
 
@@ -65,7 +62,7 @@ WORDS = st.text(st.sampled_from("the sander\n é</|>"), max_size=12) | st.sample
 @given(turns=st.lists(st.tuples(WORDS, WORDS), min_size=1, max_size=4))
 @pytest.mark.parametrize("template", [None, CHATML, FORGETFUL, THINKING, RUNNING_ON, MARKED])
 def test_offsets_give_the_labels_that_the_tokens_of_each_turn_give(
-    template: str | None, turns: list[tuple[str, str]], tokenizer: PreTrainedTokenizerBase
+    template: str | None, turns: list[tuple[str, str]], tokenizer: Tokenizer
 ) -> None:
     assume(not any("</s>" in answer.removesuffix("</s>") for _, answer in turns))  # they are left out
     chat = ChatTemplate(tokenizer, template)
@@ -80,7 +77,7 @@ def test_offsets_give_the_labels_that_the_tokens_of_each_turn_give(
     "answer", [{"content": "<think>so</think>sea"}, *({"content": "sea", key: "so"} for key in REASONING)]
 )
 def test_a_template_that_drops_reasoning_which_the_record_holds_is_refused(
-    answer: dict[str, Any], tokenizer: PreTrainedTokenizerBase
+    answer: dict[str, Any], tokenizer: Tokenizer
 ) -> None:
     turns = [TALK[1], {"role": "assistant", **answer}]
     dropping = CHATML.replace("m.content", "m.content.split('</think>')[-1]")
@@ -92,7 +89,7 @@ def test_a_template_that_drops_reasoning_which_the_record_holds_is_refused(
     assert "so" in str(tokenizer.decode(document.ids[document.labels]))
 
 
-def test_arguments_reach_the_template(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_arguments_reach_the_template(tokenizer: Tokenizer) -> None:
     template = CHATML.replace("<|assistant|>\n", "<|assistant|>\n{% if calm is defined and calm %}so {% endif %}")
     prompt = first_prompt(ChatTemplate(tokenizer, template, {"calm": True}), TALK[1:3])
     assert prompt is not None and str(tokenizer.decode(prompt)).endswith("<|assistant|>\nso ")
@@ -104,7 +101,7 @@ def test_arguments_reach_the_template(tokenizer: PreTrainedTokenizerBase) -> Non
         assert list(asked) == prompt and twin.chat_template == form
 
 
-def test_a_template_sees_the_day_that_it_is_given(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_a_template_sees_the_day_that_it_is_given(tokenizer: Tokenizer) -> None:
     dated = "{{ strftime_now('%d %b %Y, %-d/%m') }}|" + CHATML
     chat = ChatTemplate(tokenizer, dated, day=date(2031, 2, 3))
     assert chat.has_date and not ChatTemplate(tokenizer, CHATML).has_date
@@ -118,9 +115,7 @@ def test_a_template_sees_the_day_that_it_is_given(tokenizer: PreTrainedTokenizer
     assert now == tokenizer.apply_chat_template(TALK, chat_template=own, tokenize=False)
 
 
-def test_an_answer_follows_its_prompt_as_served_where_the_template_rewrites_it(
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
+def test_an_answer_follows_its_prompt_as_served_where_the_template_rewrites_it(tokenizer: Tokenizer) -> None:
     assert marked(tokenizer, TALK[1:3], REWRITING) == ["1<|user|>hi</s>[<|assistant|>the sea</s>]"]
     emptied = "{% for m in messages %}{{ m.content if loop.last }}{% endfor %}"
     with pytest.raises(UserError, match=r"f:3: the chat template rewrites what stands before the answer of turn 2"):
@@ -128,7 +123,7 @@ def test_an_answer_follows_its_prompt_as_served_where_the_template_rewrites_it(
 
 
 @pytest.mark.parametrize("answer", ["`</s>` ends a turn", "a</s>b"])
-def test_an_end_token_inside_an_answer_is_no_label(answer: str, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_an_end_token_inside_an_answer_is_no_label(answer: str, tokenizer: Tokenizer) -> None:
     with pytest.raises(RecordError, match=r"f:1: turn 2 has '</s>' in its text") as caught:
         encode_chat(tokenizer, talk("hi", answer), place="f:1")
     assert caught.value.reason == "with an end token in the text of an answer"
@@ -143,7 +138,7 @@ def weighted(first: dict[str, Any], last: dict[str, Any]) -> list[dict[str, Any]
 @pytest.mark.parametrize(
     "mark", [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"loss": False}, {"loss_weight": 0.0}, {"trainable": 0}]
 )
-def test_an_answer_of_weight_0_is_context(mark: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
+def test_an_answer_of_weight_0_is_context(mark: dict[str, Any], tokenizer: Tokenizer) -> None:
     one = dict.fromkeys(mark, 1)
     whole = "<s><|user|>hi<|assistant|>{}<|user|>and<|assistant|>{}"
     assert marked(tokenizer, weighted(mark, one)) == [whole.format("the sea</s>", "[sand</s>]")]
@@ -157,7 +152,7 @@ def test_null_says_nothing_where_every_turn_of_a_table_has_the_column() -> None:
     assert ["weight" in turn for turn in read_chat(("f:1", {"messages": turns})).messages] == [False] * 4 + [True]
 
 
-def test_calls_of_tools_have_the_form_that_the_template_reads(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_calls_of_tools_have_the_form_that_the_template_reads(tokenizer: Tokenizer) -> None:
     """Here name and arguments alone; the other forms are those of the families in test_templates.py."""
     call = "{% for c in m.tool_calls or [] %}<call>{{ c.name }}({{ c.arguments.at }}){% endfor %}"
     template = CHATML.replace("{{ m.content }}", "{{ m.content }}" + call)
@@ -169,20 +164,18 @@ def test_calls_of_tools_have_the_form_that_the_template_reads(tokenizer: PreTrai
         assert marked(tokenizer, [TALK[1], calling, {"role": "tool", "content": "so"}, TALK[2]], template) == [text]
 
 
-def test_tools_are_what_the_template_is_given(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_tools_are_what_the_template_is_given(tokenizer: Tokenizer) -> None:
     template = "{% if tools %}<tools>{{ tools[0].name }}{% endif %}" + CHATML
     prompt = first_prompt(ChatTemplate(tokenizer, template), TALK[1:3], [{"name": "look"}])
     assert prompt is not None and tokenizer.decode(prompt) == "<tools>look<|user|>\nhi</s>\n<|assistant|>\n"
 
 
-def test_text_is_all_labels_and_ends_with_end_of_text(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_text_is_all_labels_and_ends_with_end_of_text(tokenizer: Tokenizer) -> None:
     ((document,),) = encode_texts(ChatTemplate(tokenizer), ["the sea"])
     assert tokenizer.decode(document.ids.tolist()) == "the sea</s>" and document.labels.all()
 
 
-def test_text_that_the_template_has_rendered_has_one_bos_and_the_labels_of_a_chat(
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
+def test_text_that_the_template_has_rendered_has_one_bos_and_the_labels_of_a_chat(tokenizer: Tokenizer) -> None:
     text = str(tokenizer.apply_chat_template(TALK, tokenize=False))
     (documents,) = encode_texts(ChatTemplate(tokenizer), [text])
     assert bracketed(tokenizer, documents) == marked(tokenizer, TALK)
@@ -190,9 +183,7 @@ def test_text_that_the_template_has_rendered_has_one_bos_and_the_labels_of_a_cha
     assert prompt == "<s><|user|>hi<|assistant|>" and tokenizer.decode([*ids]) == prompt
 
 
-def test_a_template_that_reads_parts_gets_them_and_one_that_leaves_a_turn_out_is_named(
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
+def test_a_template_that_reads_parts_gets_them_and_one_that_leaves_a_turn_out_is_named(tokenizer: Tokenizer) -> None:
     parts = CHATML.replace("{{ m.content }}", "{% for part in m['content'] %}{{ part['text'] }}{% endfor %}")
     assert marked(tokenizer, TALK, parts) == marked(tokenizer, TALK, CHATML)
     text, _ = render(TALK[:2], with_template(tokenizer, parts))
@@ -202,12 +193,12 @@ def test_a_template_that_reads_parts_gets_them_and_one_that_leaves_a_turn_out_is
         encode_chat(tokenizer, TALK, place="f:1", chat_template=deaf)
 
 
-def with_template(tokenizer: PreTrainedTokenizerBase, template: Any) -> PreTrainedTokenizerBase:
+def with_template(tokenizer: Tokenizer, template: Any) -> Tokenizer:
     twin: Any = copy.copy(tokenizer)
     twin.chat_template = template
     return twin  # type: ignore[no-any-return]
 
 
-def test_chat_data_needs_a_template(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_chat_data_needs_a_template(tokenizer: Tokenizer) -> None:
     with pytest.raises(UserError, match=r"no chat template.*use kind text"):
         ChatTemplate(with_template(tokenizer, None)).check("x.jsonl")

@@ -1,5 +1,6 @@
 """The cache: tokens are mapped as they were written."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -7,12 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from heads.core.errors import UserError
 from heads.targets.target_files import load_tokenizer
+from tests.support.annotations import Patch
 from tests.support.chats import reader_of
 from tests.support.faults import small_files
+from tests.support.refusals import refused
 from train.data import tokenise
 from train.data.corpus import Corpus, Document, Tally, corpus_of, has_documents, load_documents
 from train.data.sources import ChatSource, TextSource
@@ -26,16 +29,12 @@ def some(lengths: list[int]) -> list[Document]:
     return [Document(rng.integers(0, 99, length).astype(np.int32), rng.random(length) < 0.5) for length in lengths]
 
 
-def never() -> list[list[Document]]:
-    raise AssertionError("documents that are in the cache are not made again")
-
-
 def test_what_is_mapped_is_what_was_written() -> None:
     documents = some([3, 300_000, 1, *[40] * 3000])
     odd = Document.of([], [], reason="odd", error=":1: odd")
     assert not has_documents("entry")
     mapped = load_documents("entry", lambda: [[odd], *([document] for document in documents)])
-    assert has_documents("entry") and load_documents("entry", never).digest == mapped.digest
+    assert has_documents("entry") and load_documents("entry", pytest.fail).digest == mapped.digest
     held = corpus_of(documents)
     assert len(mapped.parts) > 1 and not any(part.flags.owndata for parts in mapped.parts for part in parts)
     for found, document in zip(mapped, documents, strict=True):
@@ -52,14 +51,11 @@ def test_a_fault_on_the_way_leaves_nothing() -> None:
         yield some([300_000])
         raise UserError("the file ends here")
 
-    with pytest.raises(UserError, match="the file ends here"):
-        load_documents("entry", fail)
+    assert "the file ends here" in refused(load_documents, "entry", fail)
     assert not has_documents("entry") and len(load_documents("entry", lambda: [some([5])])) == 1
 
 
-def test_a_cache_that_cannot_be_written_is_one_line(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_that_cannot_be_written_is_one_line(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: Patch) -> None:
     path, reader = tmp_path / "a.txt", reader_of(tokenizer)
     path.write_text("the sea " * 9999)
     with small_files(5000), pytest.raises(UserError, match=r"cache: cannot be written to .*; free space there, or"):
@@ -70,7 +66,7 @@ def test_a_cache_that_cannot_be_written_is_one_line(
 
 
 def test_the_fingerprint_is_what_the_tokens_depend_on(
-    tmp_path: Path, tiny_target_dir: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tiny_target_dir: Path, own_cache: Path, monkeypatch: Patch
 ) -> None:
     tokenizer, other = (load_tokenizer(str(tiny_target_dir)) for _ in range(2))
     other.add_tokens("sea")
@@ -102,13 +98,10 @@ def test_the_fingerprint_is_what_the_tokens_depend_on(
     assert entries(source=TextSource) == 10
     for entry in own_cache.rglob("*.arrow"):
         entry.write_bytes(entry.read_bytes()[:-50])
-    with pytest.raises(UserError, match=r"cache: holds a damaged file \(.*\); delete the folder"):
-        entries(source=TextSource)
+    assert re.search(r"cache: holds a damaged file \(.*\); delete the folder", refused(entries, source=TextSource))
 
 
-def test_several_processes_give_the_same_documents(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_several_processes_give_the_same_documents(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: Patch) -> None:
     """And a fault in one of them is the run's, with its place."""
     path, reader = tmp_path / "a.jsonl", reader_of(tokenizer)
     path.write_text("".join(f'{{"text": "{"the sea " * (n % 7)}{n}"}}\n' for n in range(300)))
@@ -122,5 +115,4 @@ def test_several_processes_give_the_same_documents(
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(3))
     assert read("three").digest == one.digest and len(list((tmp_path / "three").rglob("*.arrow"))) == 3
     path.write_text(path.read_text() + '{"words": "the sea"}\n')
-    with pytest.raises(UserError, match=r"a\.jsonl:301: expected a record with 'text', got keys words"):
-        read("three")
+    assert "a.jsonl:301: expected a record with 'text', got keys words" in refused(read, "three")

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from heads.core.errors import UserError
 from heads.targets.frozen_target import FrozenTarget
 from tests.eval.data.test_conversation_forms import GPT, HUMAN, A, U
 from tests.support.chats import reader_of
+from tests.support.refusals import refused
 from train.data.answers import open_answers
 from train.data.corpus import Document
 from train.data.data_settings import Data
@@ -44,8 +45,7 @@ TEMPLATE = (
 
 
 @pytest.fixture
-def tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """A copy, with another chat template."""
+def tokenizer(tokenizer: Tokenizer) -> Tokenizer:
     loaded: Any = copy.deepcopy(tokenizer)
     loaded.chat_template = TEMPLATE
     return loaded  # type: ignore[no-any-return]
@@ -55,7 +55,7 @@ Read = Callable[..., tuple[list[Document], str]]
 
 
 @pytest.fixture
-def read(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> Read:
+def read(tmp_path: Path, tokenizer: Tokenizer) -> Read:
     """(records, settings of the source) -> the documents of an array file, and what is said of them."""
 
     def read(records: list[dict[str, Any]], **settings: Any) -> tuple[list[Document], str]:
@@ -96,7 +96,7 @@ def test_a_weight_is_0_or_1(name: str, weight: Any, got: str, read: Read) -> Non
     assert f"messages[1]: {name}: expected 0 (not to be trained on) or 1, got {got}" in said
 
 
-def test_what_is_worth_saying_of_answers_is_said_once(tokenizer: PreTrainedTokenizerBase, read: Read) -> None:
+def test_what_is_worth_saying_of_answers_is_said_once(tokenizer: Tokenizer, read: Read) -> None:
     thinking = (
         "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' and loop.last %}<think>"
         "{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}</s>{% endfor %}"
@@ -119,13 +119,12 @@ def test_reasons_are_counted_and_more_than_the_recipe_allows_are_refused(read: R
     assert "16 of 20 records are skipped: 4 no turns, 1 " in said and ", 8 others; the first is" in said
     with pytest.raises(UserError, match=r"16 of 20 records are skipped: 4 no .* record 1: .* max_skipped=0\.79"):
         read(records, max_skipped=0.79)
-    with pytest.raises(UserError, match="no token to train on in its 0 texts"):
-        read([ODD["no turns"]], max_skipped=1.0)
+    assert "no token to train on in its 0 texts" in refused(read, [ODD["no turns"]], max_skipped=1.0)
 
 
 @pytest.mark.parametrize("kind", ["chat", "text"])
 def test_a_record_with_a_token_that_the_target_lacks_is_left_out(
-    kind: str, tmp_path: Path, target: FrozenTarget, tokenizer: PreTrainedTokenizerBase
+    kind: str, tmp_path: Path, target: FrozenTarget, tokenizer: Tokenizer
 ) -> None:
     tokenizer.add_tokens(["<|image|>"], special_tokens=True)
     texts = ["the sea is near " * 4, "an <|image|> of the sea " * 4]
@@ -148,7 +147,7 @@ def test_a_record_with_a_token_that_the_target_lacks_is_left_out(
         read_source(data.sources[0], "data.sources.0", reader)
 
 
-def test_the_price_of_a_template_that_rewrites_is_said(tokenizer: PreTrainedTokenizerBase, read: Read) -> None:
+def test_the_price_of_a_template_that_rewrites_is_said(tokenizer: Tokenizer, read: Read) -> None:
     tokenizer.chat_template = f"{{{{ messages | length }}}}{TEMPLATE}"
     records = [{"messages": [U, A, U, A]}] * 19
     (all_answers, said), (last, _) = read(records), read(records, answers="last")
@@ -186,9 +185,7 @@ def test_a_long_document_is_clipped_in_the_middle(read: Read) -> None:
     assert len(said) < 2000
 
 
-def test_prompts_are_read_past_odd_records(
-    tmp_path: Path, target: FrozenTarget, tokenizer: PreTrainedTokenizerBase
-) -> None:
+def test_prompts_are_read_past_odd_records(tmp_path: Path, target: FrozenTarget, tokenizer: Tokenizer) -> None:
     """The share is of a whole source, wherever in it the odd records are."""
 
     def asked(prompts: int | None, *records: dict[str, Any]) -> tuple[int, str]:
@@ -208,5 +205,4 @@ def test_prompts_are_read_past_odd_records(
     count, said = asked(None, long, ODD["no turns"], *[GOOD] * 30, long)
     assert count == 30
     assert "30 conversations to answer; 2 begin with a prompt of more than 16 tokens (data.regenerate." in said
-    with pytest.raises(UserError, match=r"gives 0 prompts of at most 16 tokens, expected at least 1; raise prompt_tok"):
-        asked(None, long)
+    assert "gives 0 prompts of at most 16 tokens, expected at least 1; raise prompt_tok" in refused(asked, None, long)

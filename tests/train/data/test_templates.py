@@ -47,6 +47,11 @@ class Family:
         return self.tokens.partition(",")[0].split()
 
 
+def without_reasoning(family: Family, **arguments: Any) -> Family:
+    """The family whose prompts ask for none by these arguments."""
+    return replace(family, arguments=arguments, reasoned=None, bare=("", ""), asks_for_none=True)
+
+
 LLAMA_3 = Family(
     "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ 'ipython' if m.role == 'tool' else m.role }}"
     "<|end_header_id|>\n\n{% if m.tool_calls %}{% set c = m.tool_calls[0].function %}"
@@ -93,9 +98,7 @@ QWEN_3 = replace(
     reasoned="<think>\nWHY\n</think>\n\n",
     bare=("", "<think>\n\n</think>\n\n"),
 )
-QWEN_3_NOT_THINKING = replace(
-    QWEN_3, arguments={"enable_thinking": False}, reasoned=None, bare=("", ""), asks_for_none=True
-)
+QWEN_3_NOT_THINKING = without_reasoning(QWEN_3, enable_thinking=False)
 
 PHI_3 = Family(
     "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
@@ -174,15 +177,7 @@ GLM_4_5 = Family(
     reasoned="\n<think>WHY</think>\n",
     bare=("", "\n<think></think>\n"),
 )
-GLM_4_5_NOT_THINKING = replace(
-    GLM_4_5,
-    arguments={"enable_thinking": False},
-    answer="\n{}<|user|>",
-    call=None,
-    reasoned=None,
-    bare=("", ""),
-    asks_for_none=True,
-)
+GLM_4_5_NOT_THINKING = replace(without_reasoning(GLM_4_5, enable_thinking=False), answer="\n{}<|user|>", call=None)
 
 # The prompt opens a reasoning, in whose place an answer without one has an empty one of another form.
 NEMOTRON_3 = Family(
@@ -376,7 +371,7 @@ SEED_OSS = Family(
     tokens="<eos>",
     reasoned="<seed:think>WHY</seed:think>",
 )
-SEED_OSS_NOT_THINKING = replace(SEED_OSS, arguments={"thinking_budget": 0}, reasoned=None, asks_for_none=True)
+SEED_OSS_NOT_THINKING = without_reasoning(SEED_OSS, thinking_budget=0)
 # Reasoning is a part of the content.
 MINISTRAL = Family(
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]"
@@ -401,9 +396,7 @@ COHERE_2_MOE = Family(
     reasoned="WHY<|END_THINK|>",
     bare=("<|THINK|>", ""),
 )
-COHERE_2_MOE_NOT_THINKING = replace(
-    COHERE_2_MOE, arguments={"reasoning": False}, reasoned=None, bare=("", ""), asks_for_none=True
-)
+COHERE_2_MOE_NOT_THINKING = without_reasoning(COHERE_2_MOE, reasoning=False)
 # The results of tools stand in the turn that calls them, which prompts open once more; no token ends the last answer.
 APERTUS = Family(
     "{{ bos_token }}{% set ns = namespace(opened=false) %}{% for m in messages %}{% if m.role == 'tool' %}"

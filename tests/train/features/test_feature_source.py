@@ -18,6 +18,7 @@ from heads.targets.frozen_target import FrozenTarget
 from heads.targets.layer_placement import drop_layers, shard_layers
 from heads.targets.load import load_target
 from tests.heads.targets.test_native_decoder import make_target
+from tests.support.annotations import Patch
 from tests.support.processes import finish, launcher, start
 from tests.support.runs import Settings, same, weights, write_recipe
 from train.features.feature_source import FeatureSource, make_batch
@@ -43,9 +44,7 @@ def test_products_are_in_the_dtype_of_autocast() -> None:
 
 
 @pytest.mark.parametrize(("room", "copies"), [(True, 1), (False, 2)])
-def test_a_whole_copy_is_loaded_once_where_there_is_room(
-    room: bool, copies: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_whole_copy_is_loaded_once_where_there_is_room(room: bool, copies: int, monkeypatch: Patch) -> None:
     monkeypatch.setattr("train.features.feature_source.has_room", lambda _: room)
     loaded: list[FrozenTarget] = []
     without_layers = make_target("llama", torch.float32)

@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import re
 import shutil
 import threading
 import time
@@ -24,6 +25,7 @@ from tests.support.answering import QuietHandler, QuietServer
 from tests.support.closeness import assert_close
 from tests.support.faults import little_memory
 from tests.support.packed_rows import packed_rows
+from tests.support.refusals import refused
 from tests.support.runs import Settings, train_in, weights
 from train.features.feature_settings import VllmFeatures
 from train.features.vllm import HiddenStatesServer, ServedFeatures
@@ -65,21 +67,17 @@ class StubServer(QuietServer):
         return torch.stack(streams, 1), features.hidden[0]
 
     def log_probabilities(self, hidden: torch.Tensor, tokens: list[int]) -> list[Any]:
-        """Return the log-probabilities of a document in vLLM's form."""
         logits = self.target.lm_head(hidden[:-1]).log_softmax(-1)
         own = logits.gather(-1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()
         return [None, *({str(token): {"logprob": value}} for token, value in zip(tokens[1:], own, strict=True))]
 
     def write(self, path: Path, lock: Any, states: torch.Tensor, tokens: list[int]) -> None:
-        """Write a file shortly after its request was answered."""
-        time.sleep(0.002)
+        time.sleep(0.002)  # the request is answered meanwhile
         save_file({"hidden_states": states.contiguous(), "token_ids": torch.tensor(tokens)}, path)
         lock.close()
 
 
 class Handler(QuietHandler):
-    """The handler of the server's two paths."""
-
     server: StubServer
     protocol_version = "HTTP/1.1"  # connections are kept alive, as by vLLM
     wbufsize = -1
@@ -150,11 +148,9 @@ def test_training_and_resuming_from_a_server(served: Settings, server: StubServe
     last = weights(run, 6)
     shutil.rmtree(run / "checkpoints/step-6")
     train_in(served)  # the order of the rows is a function of the step
-    for name, tensor in weights(run, 6).items():
-        torch.testing.assert_close(tensor, last[name], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(weights(run, 6), last, rtol=1e-4, atol=1e-6)
     own = served | {"features": {"kind": "process"}, "output_dir": served["output_dir"] + "-own"}
-    for name, tensor in weights(train_in(own), 6).items():
-        torch.testing.assert_close(tensor, last[name], rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(weights(train_in(own), 6), last, rtol=1e-3, atol=1e-4)
     assert 1 < server.most_busy <= 4 and not list(server.folder.iterdir())
 
 
@@ -196,11 +192,8 @@ def test_faults_of_a_server_are_named(server: StubServer, tmp_path: Path) -> Non
 
     with pytest.raises(ValueError, match="expected an address such as"):
         VllmFeatures(kind="vllm", url="nowhere")
-    with pytest.raises(UserError, match=r"shape \(14, 4, 32\), expected .* start it with .*_layer_ids \[2, 8\]"):
-        states([2, 8])
+    assert re.search(r"shape \(14, 4, 32\), expected .* start it with .*_layer_ids \[2, 8\]", refused(states, [2, 8]))
     server.lost = 9
-    with pytest.raises(UserError, match=r"its file cannot be read \(.*No such file"):
-        states(server.ids)
+    assert re.search(r"its file cannot be read \(.*No such file", refused(states, server.ids))
     server.folder = tmp_path / "elsewhere"
-    with pytest.raises(UserError, match=r"cannot read .*elsewhere.*; share its folder"):
-        states(server.ids)
+    assert re.search(r"cannot read .*elsewhere.*; share its folder", refused(states, server.ids))

@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from eval.records.results import as_record, write_record
 from heads.core.contract import Rows
 from heads.targets.load import load_target
+from tests.support.annotations import Capture, Patch
 from tests.support.measurements import measurement, results_of
 from tests.support.runs import BLOCK, Settings, forget_accelerator, the_error, write_recipe
 from tests.support.small_targets import small_heads
@@ -108,9 +109,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("overrides", REFUSED, ids=lambda words: words[0])
-def test_a_plan_refuses_what_the_run_refuses(
-    overrides: list[str], settings: Settings, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_refuses_what_the_run_refuses(overrides: list[str], settings: Settings, capsys: Capture) -> None:
     name = "distill" if "draft" in overrides[0] else "eagle"
     said = []
     for option in ([], ["--plan"]):
@@ -195,7 +194,7 @@ ADAPTED = [("draft", ["head.lora={rank: 4}"])]
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "overrides"), [*((kind, []) for kind in KINDS.values()), *ADAPTED])
 def test_what_is_planned_is_within_a_tenth_of_a_measured_step(
-    kind: str, overrides: list[str], settings: Settings, wide_target: str, monkeypatch: pytest.MonkeyPatch
+    kind: str, overrides: list[str], settings: Settings, wide_target: str, monkeypatch: Patch
 ) -> None:
     settings["head"] = {"kind": kind, **HEADS_OF[kind]}
     settings["target"]["path"], settings["data"]["context_length"] = wide_target, 384
@@ -226,9 +225,7 @@ def test_what_is_planned_is_within_a_tenth_of_a_measured_step(
     assert planned == pytest.approx(whole + max(made.peak - before, plan.gradients), rel=0.1)
 
 
-def test_a_plan_needs_the_config_alone_and_writes_nothing(
-    eagle: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_needs_the_config_alone_and_writes_nothing(eagle: Settings, tmp_path: Path, capsys: Capture) -> None:
     eagle["target"]["path"] = write_config(tmp_path / "target", SHAPES["Llama-3.1-8B"])
     path = str(write_recipe(eagle))
     before = sorted(tmp_path.rglob("*"))
@@ -245,7 +242,7 @@ def test_a_plan_needs_the_config_alone_and_writes_nothing(
 
 
 def test_hours_are_those_of_the_device_that_is_planned_for(
-    eagle: Settings, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    eagle: Settings, monkeypatch: Patch, capsys: Capture
 ) -> None:
     """A CPU's speed is measured, and its processes share its cores; only a GPU is taken for an H100."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -264,7 +261,7 @@ def test_hours_are_those_of_the_device_that_is_planned_for(
 
 @pytest.mark.parametrize(("limit", "steps"), [(10, "5"), (None, None)])
 def test_epochs_are_planned_as_far_as_they_are_known(
-    limit: int | None, steps: str | None, eagle: Settings, capsys: pytest.CaptureFixture[str]
+    limit: int | None, steps: str | None, eagle: Settings, capsys: Capture
 ) -> None:
     eagle["head"]["draft_vocab_size"] = 64
     eagle["data"]["sources"][0]["limit"] = limit
@@ -278,7 +275,7 @@ def test_epochs_are_planned_as_far_as_they_are_known(
 
 
 def test_answers_and_measurements_take_the_time_that_weights_take_to_be_read(
-    eagle: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    eagle: Settings, tmp_path: Path, monkeypatch: Patch, capsys: Capture
 ) -> None:
     """On a GPU 8 x 10^9 weights of 2 bytes at 2 x 10^12 bytes/s; on a CPU at the speed of a product that is timed."""
     eagle["target"]["path"] = write_config(tmp_path / "target", SHAPES["Llama-3.1-8B"])

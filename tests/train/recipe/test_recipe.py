@@ -31,7 +31,6 @@ def load(tmp_path: Path, text: str, *overrides: str) -> Recipe:
 
 
 def faults(tmp_path: Path, text: str, *overrides: str) -> list[str]:
-    """The lines of what is wrong, without the folder."""
     with pytest.raises(UserError) as caught:
         load(tmp_path, text, *overrides)
     return str(caught.value).replace(f"{tmp_path}/", "").splitlines()

@@ -29,7 +29,6 @@ ON_POLICY = {"every": 2, "prompts": 6, "samples": 4, "prompt_tokens": 8, "new_to
 
 @pytest.fixture
 def small(settings: Settings) -> Settings:
-    """A run of a draft model that takes a second."""
     settings["head"] = {"kind": "draft", "layers": [0, 7]}
     settings["train"]["lr"] = 1e-3
     return settings

@@ -18,6 +18,7 @@ from heads.saved import check_loaders, load_head
 from heads.targets.quantization import weight_bytes
 from heads.targets.target_files import load_tokenizer
 from tests.conftest import make_tiny_tokenizer
+from tests.support.annotations import Capture
 from tests.support.native_mtp import write_native
 from tests.support.runs import BLOCK, Settings, lines, measured_run, same, the_error, train_in, weights, write_recipe
 from tests.support.small_targets import make_hybrid, small_heads
@@ -36,7 +37,6 @@ HEADS["dflash"]["weights"] = "d_pace"
 
 
 def of_kind(settings: Settings, entry: str) -> Settings:
-    """A run that takes a second."""
     settings["head"] = dict(HEADS[entry])
     settings["train"] |= {"max_steps": 4, "tokens_per_step": 4 * 48, "log_every": 1}
     settings["eval"] |= {"tree": "head" if entry == "medusa" else "chain:3", "report": {"repeats": 1}}
@@ -44,9 +44,7 @@ def of_kind(settings: Settings, entry: str) -> Settings:
 
 
 @pytest.mark.parametrize("entry", HEADS)
-def test_a_run_goes_on_bit_for_bit_and_leaves_a_head(
-    entry: str, settings: Settings, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_goes_on_bit_for_bit_and_leaves_a_head(entry: str, settings: Settings, capsys: Capture) -> None:
     folder = train_in(of_kind(settings, entry))
     (file,) = (folder / "head").glob("*.safetensors")
     assert load_file(file).keys() == load_head(folder).to_checkpoint().keys()
@@ -82,7 +80,7 @@ REFUSED: list[tuple[str, str, str]] = [
 
 @pytest.mark.parametrize(("entry", "override", "fault"), REFUSED)
 def test_what_cannot_be_trained_or_served_is_refused_before(
-    entry: str, override: str, fault: str, settings: Settings, capsys: pytest.CaptureFixture[str]
+    entry: str, override: str, fault: str, settings: Settings, capsys: Capture
 ) -> None:
     assert attempt(entry, [str(write_recipe(of_kind(settings, entry))), *override.split(" & ")]) == 2
     assert fault in the_error(capsys)
@@ -127,7 +125,6 @@ def test_a_head_trains_on_a_quantised_target(settings: Settings) -> None:
 
 @pytest.fixture
 def hybrid_settings(settings: Settings, tmp_path: Path, tiny_target_dir: Path) -> Settings:
-    """A recipe on a tiny Qwen3-Next."""
     model = make_hybrid("qwen3_next", vocab_size=129, eos_token_id=1, tie_word_embeddings=False).model
     with torch.no_grad():
         model.get_output_embeddings().weight[128] = 0  # the mask of blocks, which no text has
@@ -140,7 +137,7 @@ def hybrid_settings(settings: Settings, tmp_path: Path, tiny_target_dir: Path) -
 @pytest.mark.slow
 @pytest.mark.parametrize("entry", ["eagle", "dflash"])
 def test_a_head_learns_on_a_hybrid_target_one_document_a_row(
-    entry: str, hybrid_settings: Settings, capsys: pytest.CaptureFixture[str]
+    entry: str, hybrid_settings: Settings, capsys: Capture
 ) -> None:
     of_kind(hybrid_settings, entry)["data"]["regenerate"] = {"prompts": 16, "prompt_tokens": 6, "new_tokens": 40}
     hybrid_settings["head"] |= {"aux_layer_ids": [1, 2, 3]} | ({"mask_token_id": 128} if entry == "dflash" else {})
@@ -154,7 +151,7 @@ def test_a_head_learns_on_a_hybrid_target_one_document_a_row(
 
 @pytest.mark.parametrize("change", [{"tree": "tree:3x2x6"}, {"report": {"tree": ["chain:2", "tree:3x2x6"]}}])
 def test_trees_over_recurrent_layers_are_refused_before_training(
-    change: Settings, hybrid_settings: Settings, capsys: pytest.CaptureFixture[str]
+    change: Settings, hybrid_settings: Settings, capsys: Capture
 ) -> None:
     of_kind(hybrid_settings, "eagle")["head"]["aux_layer_ids"] = [1, 2, 3]
     hybrid_settings["eval"] |= change

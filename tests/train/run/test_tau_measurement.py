@@ -57,11 +57,8 @@ def test_the_estimate_is_what_the_runtime_accepts(kind: str, changes: dict[str, 
     hits = accepted_lengths(batch, head, depth)
     for prompt, text, run, output in zip(prompts, texts, hits, outputs, strict=True):
         rounds = emitted_by_round(run.tolist(), root=len(prompt), end=len(text))
-        assert (
-            sum(rounds)
-            == len(output.tokens) - 1
-            == sum(output.accepted) + output.rounds - (output.accepted[-1] == rounds[-1])
-        )
+        cut_off = output.accepted[-1] == rounds[-1]
+        assert sum(rounds) == len(output.tokens) - 1 == sum(output.accepted) + output.rounds - cut_off
         assert [emitted - 1 for emitted in rounds[:-1]] == output.accepted[:-1]
     emitted = sum(len(output.tokens) - 1 for output in outputs)
     assert sum(sum(output.accepted) for output in outputs) > 0
@@ -77,7 +74,6 @@ def test_answers_are_unbroken_labels_of_one_document() -> None:
 
 
 def learn(head: Any, target: FrozenTarget, texts: list[list[int]]) -> None:
-    """Train a head on texts until it knows some of them by heart."""
     rows = text_rows(texts)
     batch = make_batch(target, replace(rows, loss_mask=rows.documents >= 0), head.aux_layer_ids, torch.float64)
     scale = head.loss_scale(head.counts(batch))

@@ -19,10 +19,12 @@ from eval.records.head_schema import TauFigures
 from heads.core.errors import UserError
 from heads.saved import load_head
 from tests.conftest import small_recipe
+from tests.support.annotations import Capture, Patch
 from tests.support.chats import talk, write_chats
 from tests.support.closeness import assert_close
 from tests.support.faults import full_disk, nan_at, signal_at
 from tests.support.published_heads import RAW, ZLAB, dflash, eagle3, write
+from tests.support.refusals import refused
 from tests.support.runs import Settings, lines, same, train, weights, write_recipe
 from tests.support.runs import train_in as run
 from train.core.interrupts import Interrupted
@@ -60,7 +62,7 @@ def test_it_learns_one_row_by_heart(settings: Settings) -> None:
 
 
 def test_a_run_says_which_share_of_the_labels_its_draft_vocabulary_holds(
-    settings: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    settings: Settings, tmp_path: Path, capsys: Capture
 ) -> None:
     """Four of five labels: a letter three times in each answer, and the answer's end; the fifth is another letter."""
     settings["data"]["sources"] = [write_chats(tmp_path / "chats.jsonl", [{"messages": talk("the sea", "zzzq")}] * 8)]
@@ -78,14 +80,13 @@ def test_accumulation_is_the_same_step_cut_up(settings: Settings, tmp_path: Path
     whole = run(settings)
     settings["train"] |= {"batch_size": 1, "tokens_per_step": 4 * 128}
     cut = run(settings | {"output_dir": str(tmp_path / "cut")})
-    for name, tensor in weights(whole, 3).items():
-        torch.testing.assert_close(weights(cut, 3)[name], tensor, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(weights(cut, 3), weights(whole, 3), rtol=1e-3, atol=1e-4)
     norms = [[line["grad_norm"] for line in lines(folder, "train")] for folder in (whole, cut)]
     assert norms[0] == pytest.approx(norms[1], rel=1e-4)
 
 
 def test_what_is_saved_is_what_was_measured_and_changes_no_step(
-    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    settings: Settings, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     measure, measured = Evaluation.measure, {}
 
@@ -122,7 +123,7 @@ def hangups() -> Iterator[None]:
     ("number", "optimizer"), [(signal.SIGTERM, "adamw"), (signal.SIGINT, "muon"), (signal.SIGHUP, "adamw")]
 )
 def test_an_interrupted_run_goes_on_bit_for_bit(
-    number: signal.Signals, optimizer: str, settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    number: signal.Signals, optimizer: str, settings: Settings, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr("train.recipe.recipe.MIN_POINT", 1)  # tau is measured after steps 2, 4 and 6
     settings["train"] |= {"eval_points": 3, "warmup_steps": 2, "schedule": "wsd", "optimizer": optimizer}
@@ -149,7 +150,7 @@ def test_a_run_under_nohup_goes_on(settings: Settings) -> None:
 
 @pytest.mark.parametrize(("step", "text"), [(4, None), (6, '{"measured_step": 9}')])
 def test_a_measurement_that_was_not_recorded_is_made_again_and_counts_once(
-    step: int, text: str | None, settings: Settings, monkeypatch: pytest.MonkeyPatch
+    step: int, text: str | None, settings: Settings, monkeypatch: Patch
 ) -> None:
     """A run is killed after its measurement at `step`; measured.json is absent or says nothing."""
     monkeypatch.setattr("train.recipe.recipe.MIN_POINT", 1)
@@ -172,7 +173,7 @@ def test_a_measurement_that_was_not_recorded_is_made_again_and_counts_once(
     assert read_state(measurement.parent).measured_step == step
 
 
-def test_epochs_are_as_many_steps(settings: Settings, capsys: pytest.CaptureFixture[str]) -> None:
+def test_epochs_are_as_many_steps(settings: Settings, capsys: Capture) -> None:
     """Three epochs in steps of 2 rows, with a warm-up for a long run; also for a run that is begun again."""
     epochs = settings | {"data": settings["data"] | {"context_length": 256}}
     epochs["train"] |= {"max_steps": "3 epochs", "warmup_steps": 600}
@@ -203,8 +204,7 @@ def test_the_recipe_as_resolved_has_the_heads_defaults(whole: Settings) -> None:
     resolved = load_recipe(folder / "recipe.yaml")
     assert (resolved.head.depth, resolved.head.draft_vocab_size, resolved.head.loss) == (2, 128, "labels")
     assert train(folder / "recipe.yaml").recipe == resolved, "the same run"
-    with pytest.raises(UserError, match=r"head\.depth_decay was 0\.8, is 0\.5"):
-        run(whole | {"head": whole["head"] | {"depth_decay": 0.5}})
+    assert "head.depth_decay was 0.8, is 0.5" in refused(run, whole | {"head": whole["head"] | {"depth_decay": 0.5}})
 
 
 def test_other_data_is_refused(settings: Settings) -> None:
@@ -212,8 +212,7 @@ def test_other_data_is_refused(settings: Settings) -> None:
         run(settings)
     data = Path(settings["data"]["sources"][0]["path"])
     data.write_text(data.read_text().replace("sea", "tea", 1))
-    with pytest.raises(UserError, match="other data"):
-        run(settings)
+    assert "other data" in refused(run, settings)
 
 
 @pytest.mark.parametrize("log_every", [1, 100])
@@ -233,9 +232,7 @@ def test_a_full_disk_loses_nothing(settings: Settings, whole: Settings) -> None:
 
 
 @pytest.mark.parametrize("name", ["head.safetensors", "manifest.json"])
-def test_a_broken_checkpoint_is_passed_over(
-    name: str, whole: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_broken_checkpoint_is_passed_over(name: str, whole: Settings, tmp_path: Path, capsys: Capture) -> None:
     folder = Path(shutil.copytree(whole["output_dir"], tmp_path / "broken"))
     shutil.rmtree(folder / "head")
     file = folder / "checkpoints/step-6" / name
@@ -257,7 +254,7 @@ def test_a_measurement_has_what_the_learning_curve_needs(settings: Settings, tmp
 
 
 def test_bf16_keeps_float32_weights_and_trackers_have_the_figures(
-    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    settings: Settings, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """Those that are installed."""
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
@@ -280,7 +277,7 @@ def small(settings: Settings, tmp_path: Path) -> Settings:
     return settings
 
 
-def test_a_run_from_a_published_head_and_one_from_that_run(small: Settings, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_from_a_published_head_and_one_from_that_run(small: Settings, capsys: Capture) -> None:
     folder = run(small)
     made = load_recipe(folder / "recipe.yaml").head
     assert made.init_from == small["head"]["init_from"]
@@ -301,9 +298,7 @@ def test_a_run_from_a_published_head_and_one_from_that_run(small: Settings, caps
     assert said in capsys.readouterr().err
 
 
-def test_a_run_from_a_head_of_another_kind_says_what_it_took(
-    small: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_from_a_head_of_another_kind_says_what_it_took(small: Settings, tmp_path: Path, capsys: Capture) -> None:
     path = write(tmp_path / "dflash", ZLAB, dflash().to_checkpoint())
     small["head"] = {"kind": "xpress", "init_from": path, "num_anchors": 8}
     small["eval"] |= {"tree": "chain:3"}

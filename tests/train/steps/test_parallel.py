@@ -61,7 +61,6 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
 
 
 def furthest(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
-    """The largest difference between two checkpoints' values."""
     assert a.keys() == b.keys()
     return max(float((tensor.double() - b[name].double()).abs().max()) for name, tensor in a.items())
 
