@@ -4,7 +4,7 @@ A text tokenised again need not give the tokens that a model wrote, and says not
 limit. The forms, by their columns:
 
 * `exchanges`: pairs of a prompt and its answer, as `data.regenerate` writes them;
-* `prompt_ids` and `completion_ids`;
+* `prompt_ids` and `completion_ids`, with a mask of the completion where it holds results of tools, too;
 * `input_ids` with the labels' mask in `loss_mask`, `completion_mask`, `assistant_masks` or `labels` (-100: no label).
   Tokens of `attention_mask` 0 are padding.
 """
@@ -44,9 +44,9 @@ def form_of(fields: Mapping[str, object]) -> tuple[str, ...]:
     """Return the columns from which a record's documents are made, or none for a record without token ids."""
     if fields.get(EXCHANGES):
         return (EXCHANGES,)
-    if fields.get(COMPLETION) is not None:
-        return (PROMPT, COMPLETION)
     masks = tuple(name for name in MASKS if isinstance(fields.get(name), list))
+    if fields.get(COMPLETION) is not None:
+        return (PROMPT, COMPLETION, *masks)
     return (WHOLE, *masks) if masks and fields.get(WHOLE) is not None else ()
 
 
@@ -65,11 +65,8 @@ def read_ids(record: Record, num_tokens: int, *, last_only: bool = False) -> lis
     if columns == (EXCHANGES,):
         pairs = _exchanges(place, fields[EXCHANGES], num_tokens)
         documents = join_texts((len(prompt), [*prompt, *answer]) for prompt, answer in pairs)
-    elif COMPLETION in columns:
-        prompt, answer = (_ids(f"{place}: {name}", fields.get(name), num_tokens) for name in columns)
-        documents = join_texts([(len(prompt), [*prompt, *answer])])
     else:
-        documents = [_masked(place, fields, columns[1:], num_tokens)]
+        documents = [_masked(place, fields, columns, num_tokens)]
     if last_only:
         documents = [_last_answer(documents[-1])] if documents else []
     if not any(document.labels.any() for document in documents):
@@ -124,19 +121,25 @@ def _integers(place: str, value: object) -> list[int]:
     return value
 
 
-def _masked(place: str, fields: Mapping[str, object], masks: Sequence[str], num_tokens: int) -> Document:
-    """Return the document of one row of ids. A token is a label if all masks say so."""
-    ids = np.array(_integers(f"{place}: {WHOLE}", fields[WHOLE]), dtype=np.int64)
-    labels = np.ones(len(ids), dtype=np.bool_)
-    kept = labels.copy()
-    columns = [*masks, *([ATTENTION] if isinstance(fields.get(ATTENTION), list) else [])]
-    for name in columns:
+def _masked(place: str, fields: Mapping[str, object], columns: Sequence[str], num_tokens: int) -> Document:
+    """Return the document of one row of ids, or of a prompt and its completion. A token is a label if all masks say so.
+    A mask as long as a completion is that of its tokens."""
+    names, masks = (columns[:1], columns[1:]) if columns[0] == WHOLE else (columns[:2], columns[2:])
+    parts = [_integers(f"{place}: {name}", fields.get(name)) for name in names]
+    ids = np.array([token for part in parts for token in part], dtype=np.int64)
+    before = len(ids) - len(parts[-1])
+    labels = np.arange(len(ids)) >= before
+    kept = np.ones_like(labels)
+    for name in [*masks, *([ATTENTION] if isinstance(fields.get(ATTENTION), list) else [])]:
         values = np.array(_integers(f"{place}: {name}", fields[name]), dtype=np.int64)
+        if len(values) == len(parts[-1]):
+            values = np.concatenate([ids[:before] if name == "labels" else np.ones(before, dtype=np.int64), values])
         if len(values) != len(ids):
-            raise _unreadable(f"{place}: {name}", f"{len(ids)} values, as {WHOLE} has", len(values))
+            raise _unreadable(f"{place}: {name}", f"{len(parts[-1])} values, as {names[-1]} has", len(values))
         if name == "labels":
             if ((values != IGNORED) & (values != ids)).any():
-                raise _unreadable(f"{place}: {name}", f"{IGNORED} or the id of {WHOLE} in each place", fields[name])
+                what = f"{IGNORED} or the id of {names[-1]} in each place"
+                raise _unreadable(f"{place}: {name}", what, fields[name])
             labels &= values != IGNORED
         elif not np.isin(values, (0, 1)).all():
             raise _unreadable(f"{place}: {name}", "0 or 1 for each token", fields[name])
@@ -144,7 +147,9 @@ def _masked(place: str, fields: Mapping[str, object], masks: Sequence[str], num_
             kept = values == 1
         else:
             labels &= values == 1
-    return Document.of(_ids(f"{place}: {WHOLE}", ids[kept].tolist(), num_tokens), labels[kept])
+    for name, span in ((names[0], slice(before)), (names[-1], slice(before, None))):
+        _ids(f"{place}: {name}", ids[span][kept[span]].tolist(), num_tokens)
+    return Document.of(ids[kept].tolist(), labels[kept])
 
 
 def _last_answer(document: Document) -> Document:

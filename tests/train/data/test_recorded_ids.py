@@ -52,6 +52,12 @@ def test_ids_of_every_form_are_trained_on_as_they_are(template: ChatTemplate) ->
             (document,) = documents(template, {**columns, **beside})
             assert (document.error, document.form, document.ids.tolist()) == ("", form, whole)
             assert labelled(document) == answer  # no end token: the answer was cut at its limit
+    called = [*answer, *prompt, *answer]  # a call, its result, the answer
+    masks = {"completion_mask": [1] * len(answer) + mask, "labels": [*answer, *labels]}
+    for name, values in [*masks.items(), ("loss_mask", [*mask, *mask])]:
+        columns = {"prompt_ids": prompt, "completion_ids": called, name: values}
+        (document,) = documents(template, columns)
+        assert labelled(document) == [*answer, *answer] and document.ids.tolist() == [*whole, *whole]
     second = [*whole, *end, *prompt]
     several = {"exchanges": [[prompt, [*answer, *end]], [second, answer]]}
     (both,) = documents(template, several)
