@@ -6,7 +6,8 @@ limit. The forms, by their columns:
 * `exchanges`: pairs of a prompt and its answer, as `data.regenerate` writes them;
 * `prompt_ids` and `completion_ids`, with a mask of the completion where it holds results of tools, too;
 * `input_ids` with the labels' mask in `loss_mask`, `completion_mask`, `assistant_masks` or `labels` (-100: no label).
-  Tokens of `attention_mask` 0 are padding.
+  Tokens of `attention_mask` 0 are padding. A packed row is several documents: one begins where `position_ids` begin
+  again, or behind as many tokens as `seq_lengths` says.
 """
 
 from __future__ import annotations
@@ -31,8 +32,10 @@ PROMPT = "prompt_ids"
 COMPLETION = "completion_ids"
 WHOLE = "input_ids"
 ATTENTION = "attention_mask"
+POSITIONS = "position_ids"
+LENGTHS = "seq_lengths"
 MASKS = ("loss_mask", "completion_mask", "assistant_masks", "labels")
-COLUMNS = (EXCHANGES, PROMPT, COMPLETION, WHOLE, ATTENTION, *MASKS, "cut", "number")
+COLUMNS = (EXCHANGES, PROMPT, COMPLETION, WHOLE, ATTENTION, POSITIONS, LENGTHS, *MASKS, "cut", "number")
 """Columns of token ids and of their masks, and what `data.regenerate` writes beside them."""
 IGNORED = -100
 """Value in `labels` of a token that is no label."""
@@ -55,7 +58,7 @@ def read_ids(record: Record, num_tokens: int, *, last_only: bool = False) -> lis
 
     Args:
         num_tokens: Number of the target's tokens, which every id must be below.
-        last_only: Only the last answer is labelled.
+        last_only: Only the last answer is labelled, of each document of a packed row.
 
     Raises:
         RecordError: For lists that do not fit each other or the vocabulary, or label nothing.
@@ -65,10 +68,11 @@ def read_ids(record: Record, num_tokens: int, *, last_only: bool = False) -> lis
     if columns == (EXCHANGES,):
         pairs = _exchanges(place, fields[EXCHANGES], num_tokens)
         documents = join_texts((len(prompt), [*prompt, *answer]) for prompt, answer in pairs)
+        documents = documents[-1:] if last_only else documents
     else:
-        documents = [_masked(place, fields, columns, num_tokens)]
+        documents = _masked(place, fields, columns, num_tokens)
     if last_only:
-        documents = [_last_answer(documents[-1])] if documents else []
+        documents = [*map(_last_answer, documents)]
     if not any(document.labels.any() for document in documents):
         raise RecordError(f"{place}: {' with '.join(columns)}: expected a label, got none", "without an answer")
     return documents
@@ -121,9 +125,9 @@ def _integers(place: str, value: object) -> list[int]:
     return value
 
 
-def _masked(place: str, fields: Mapping[str, object], columns: Sequence[str], num_tokens: int) -> Document:
-    """Return the document of one row of ids, or of a prompt and its completion. A token is a label if all masks say so.
-    A mask as long as a completion is that of its tokens."""
+def _masked(place: str, fields: Mapping[str, object], columns: Sequence[str], num_tokens: int) -> list[Document]:
+    """Return the documents of one row of ids, or of a prompt and its completion. A token is a label if all masks say
+    so. A mask as long as a completion is that of its tokens."""
     names, masks = (columns[:1], columns[1:]) if columns[0] == WHOLE else (columns[:2], columns[2:])
     parts = [_integers(f"{place}: {name}", fields.get(name)) for name in names]
     ids = np.array([token for part in parts for token in part], dtype=np.int64)
@@ -149,7 +153,25 @@ def _masked(place: str, fields: Mapping[str, object], columns: Sequence[str], nu
             labels &= values == 1
     for name, span in ((names[0], slice(before)), (names[-1], slice(before, None))):
         _ids(f"{place}: {name}", ids[span][kept[span]].tolist(), num_tokens)
-    return Document.of(ids[kept].tolist(), labels[kept])
+    starts = _starts(place, fields, len(ids)) if names == (WHOLE,) else []
+    pieces = [places[kept[places]] for places in np.split(np.arange(len(ids)), starts)]
+    return [Document.of(ids[own].tolist(), labels[own]) for own in pieces if labels[own].any()]
+
+
+def _starts(place: str, fields: Mapping[str, object], length: int) -> list[int]:
+    """Return the places in a packed row of ids at which its documents begin, without the first."""
+    lengths, positions = fields.get(LENGTHS), fields.get(POSITIONS)
+    if isinstance(lengths, list):
+        ends = np.cumsum(_integers(f"{place}: {LENGTHS}", lengths)).tolist()
+        if ends[-1:] != [length] or min(lengths) < 1:
+            raise _unreadable(f"{place}: {LENGTHS}", f"lengths whose sum is {length}, as {WHOLE} has", lengths)
+        return ends[:-1]  # type: ignore[no-any-return]
+    if not isinstance(positions, list) or any(isinstance(item, list) for item in positions):  # several axes of images
+        return []
+    values = np.array(_integers(f"{place}: {POSITIONS}", positions), dtype=np.int64)
+    if len(values) != length:
+        raise _unreadable(f"{place}: {POSITIONS}", f"{length} values, as {WHOLE} has", len(values))
+    return (np.flatnonzero(np.diff(values) < 0) + 1).tolist()
 
 
 def _last_answer(document: Document) -> Document:
