@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from eval.data.data_files import Record, RecordError
+from eval.data.data_files import Message, Record, RecordError
 from eval.data.template_traits import blank
 from heads.core.errors import shown
 from train.data.chats import join_texts
@@ -99,6 +99,17 @@ def check_spelling(
                 "their column out to train on the text's own tokens",
                 "whose token ids do not spell their text",
             )
+
+
+def check_weights(place: str, documents: Iterable[Document], messages: Sequence[Message], num_trained: int) -> None:
+    """Raise RecordError if the ids label more answers than the conversation beside them, which has some of weight 0."""
+    labelled = sum(int((np.diff(document.labels.astype(np.int8), prepend=0) == 1).sum()) for document in documents)
+    if labelled > num_trained and any(message.get("weight") == 0 for message in messages):
+        raise RecordError(
+            f"{place}: expected labels for {num_trained} answers, got {labelled}: others have weight 0; take their ids "
+            "out, or the weights",
+            "whose token ids label an answer of weight 0",
+        )
 
 
 def _exchanges(place: str, exchanges: object, num_tokens: int) -> Iterator[tuple[list[int], list[int]]]:

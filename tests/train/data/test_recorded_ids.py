@@ -95,6 +95,15 @@ FAULTS: dict[str, dict[str, Any]] = {
         "seq_lengths": [3],
     },
     r"input_ids with loss_mask: expected a label, got none": {"input_ids": [5, 6], "loss_mask": [0, 0]},
+    r"expected labels for 1 answers, got 2: others have weight 0": {
+        "messages": [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "b", "weight": 0},
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "b"},
+        ],
+        "exchanges": [[[5], [6]], [[5, 6, 5], [6]]],
+    },
     r"expected its token ids to spell the text 'the sea', got ": {
         "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "the sea"}],
         "exchanges": [[[5], [6]]],
