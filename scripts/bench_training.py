@@ -31,9 +31,11 @@ from train.recipe.recipe import load_recipe
 
 ENTRIES = Path(__file__).resolve().parents[1] / "train"
 UNMEASURED = [
-    f"eval.{key}=1" for key in ("num_prompts", "max_new_tokens", "report.num_prompts", "report.max_new_tokens")
+    *(f"eval.{key}=1" for key in ("num_prompts", "max_new_tokens", "report.num_prompts", "report.max_new_tokens")),
+    "tracking.wandb=off",
+    "tracking.trackio=false",
 ]
-"""Overrides that leave little of a run but its steps."""
+"""Overrides that leave little of a run but its steps, which no tracker is told of."""
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:

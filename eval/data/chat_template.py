@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import date
 from functools import cached_property, lru_cache
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from eval.data.answer_frame import (
@@ -102,10 +103,13 @@ class ChatTemplate:
         """Whether the date is in what the template renders. An argument may fix it, as `date_string` of Llama 3.1."""
         if "strftime_now" not in json.dumps(self.template):
             return False
-        messages = [{"role": "system", "content": NEXT}, QUESTION]
+        turns = [QUESTION, ANSWER, QUESTION, ANSWER]
+        chats: list[list[Message]] = [
+            [*system, *turns[:count]] for system in ([], [{"role": "system", "content": NEXT}]) for count in (1, 4)
+        ]  # it may stand in a system prompt of the template's own, or behind some turns
         tool = {"type": "function", "function": {"name": NEXT, "description": NEXT, "parameters": {"properties": {}}}}
         try:
-            for tools in (None, [tool]):
+            for messages, tools in product(chats, (None, [tool])):
                 days = {replace(self, day=day).render(messages, place="", tools=tools) for day in TWO_DAYS}
                 if len(days) > 1:
                     return True

@@ -29,6 +29,7 @@ def complete(config: Any, file: Path) -> None:
         return None if field is None else field.contents()
 
     rotary = getattr(config, "rope_parameters", None) or {}
+    rotary = rotary.get("full_attention", rotary)  # Gemma 3 has another one for its sliding layers
     if rotary.get("rope_type") == "default":
         scaling = value("rope.scaling.type")
         names = [tensor.name for tensor in reader.tensors if tensor.name in SCALES]

@@ -31,7 +31,7 @@ from train.data.chats import (
 )
 from train.data.corpus import HELD_OUT, TOO_LONG, Document
 from train.data.dialogues import ChatDialogue, Dialogue, RenderedDialogue, first_turns, read_asked
-from train.data.recorded_ids import COLUMNS, check_spelling, form_of, read_ids
+from train.data.recorded_ids import COLUMNS, check_spelling, check_weights, form_of, read_ids
 
 MIN_PROMPT_CHARACTERS = 40
 
@@ -301,7 +301,9 @@ def _recorded_chat(template: ChatTemplate, record: Record, last_only: bool) -> l
     chat = Chat([], None, "", ())
     try:
         chat = read_chat((place, {key: value for key, value in fields.items() if key not in COLUMNS}))
-        answers = trained_answers(chat.messages, place)[-1 if last_only else 0 :]
+        answers = trained_answers(chat.messages, place)
+        check_weights(place, [*before, last], chat.messages, len(answers))
+        answers = answers[-1 if last_only else 0 :]
     except RecordError as error:
         if error.reason != NO_CONVERSATION:
             raise

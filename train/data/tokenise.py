@@ -27,6 +27,7 @@ from train.data.corpus import (
     has_documents,
     load_documents,
 )
+from train.data.recorded_ids import WHOLE
 from train.data.sources import AnySource, ChatSource, skipped_document
 
 if TYPE_CHECKING:
@@ -79,7 +80,8 @@ def read_source(source: AnySource, name: str, reader: Reader) -> Corpus:
     if corpus.num_labels == 0:
         remedy = lines[0] if lines else "give longer ones"
         raise UserError(f"{source}: no token to train on in its {len(corpus)} texts; {remedy}")
-    if source.kind == "chat" and tally.last_tokens < corpus.num_tokens:
+    is_packed = all(form.startswith(WHOLE) for form in tally.forms)
+    if source.kind == "chat" and tally.last_tokens < corpus.num_tokens and not is_packed:
         lines.append(
             "the chat template rewrites earlier turns, so answers are documents of their own: "
             f"{corpus.num_tokens / tally.last_tokens:.2f} times the conversations' tokens; {name}.answers=last trains "

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import yaml
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator
 
 from eval.core.command_line import AUTO
 from eval.data.data_files import has_splits, has_subsets, is_local
@@ -233,6 +233,11 @@ class Tracking(Settings):
     """Project of the wandb or trackio run. Null: that of the variable WANDB_PROJECT, or draftsmith."""
     name: Name | None = None
     """Name of the wandb or trackio run. Null: that of the variable WANDB_NAME, or the name of the run's folder."""
+
+    @field_validator("wandb", mode="before")
+    @classmethod
+    def _as_text(cls, value: object) -> object:
+        return "off" if value is False else value  # YAML reads `off` as false
 
 
 class Recipe(Settings):

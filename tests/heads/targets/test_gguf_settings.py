@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transformers import Gemma2Config, LlamaConfig, Phi3Config, Qwen2Config, Starcoder2Config
+from transformers import Gemma2Config, Gemma3TextConfig, LlamaConfig, Phi3Config, Qwen2Config, Starcoder2Config
 
 from heads.targets.gguf_settings import complete
 from tests.support.refusals import refused
@@ -46,8 +46,16 @@ def test_settings_are_those_of_the_file(write: Any, config: Any, family: str, ke
     assert {name: getattr(config, name, config.rope_parameters.get(name)) for name in found} == found
 
 
+def test_the_rotary_base_is_that_of_full_attention(write: Any) -> None:
+    config = Gemma3TextConfig()
+    complete(config, write("gemma3", {"rope.freq_base": 2e6}))
+    assert [rotary["rope_theta"] for rotary in config.rope_parameters.values()] == [1e4, 2e6]
+
+
 def test_scaled_rotary_positions_are_refused_unless_they_were_read(write: Any) -> None:
     assert "positions (rope_freqs.weight)" in refused(complete, LlamaConfig(), write("llama", {}, "rope_freqs.weight"))
+    linear = write("gemma3", {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0})
+    assert "positions (rope.scaling.type linear)" in refused(complete, Gemma3TextConfig(), linear)
     scaled = write("llama", {"rope.scaling.type": "yarn"})
     assert "positions (rope.scaling.type yarn)" in refused(complete, LlamaConfig(), scaled)
     complete(LlamaConfig(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}), scaled)

@@ -107,7 +107,8 @@ def test_a_template_sees_the_day_that_it_is_given(tokenizer: Tokenizer) -> None:
     assert chat.has_date and not ChatTemplate(tokenizer, CHATML).has_date
     stated = "{{ day if day is defined else strftime_now('%A') }}|" + CHATML
     assert ChatTemplate(tokenizer, stated).has_date and not ChatTemplate(tokenizer, stated, {"day": "Monday"}).has_date
-    assert ChatTemplate(tokenizer, "{% if tools %}{{ strftime_now('%j') }}{% endif %}" + CHATML).has_date
+    for case in ("tools", "messages[0].role != 'system'", "messages | length > 3"):
+        assert ChatTemplate(tokenizer, "{% if " + case + " %}{{ strftime_now('%j') }}{% endif %}" + CHATML).has_date
     assert chat.render(TALK[1:3], place="f:1").startswith("03 Feb 2031, 3/02|<|user|>")
     own = "{% if strftime_now is defined %}{{ strftime_now('%Y-%m-%d') }}{% endif %}"
     assert ChatTemplate(tokenizer, own, day=date(2031, 2, 3)).render(TALK, place="f:1") == "2031-02-03"

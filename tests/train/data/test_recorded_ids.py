@@ -52,6 +52,12 @@ def test_ids_of_every_form_are_trained_on_as_they_are(template: ChatTemplate) ->
             (document,) = documents(template, {**columns, **beside})
             assert (document.error, document.form, document.ids.tolist()) == ("", form, whole)
             assert labelled(document) == answer  # no end token: the answer was cut at its limit
+    called = [*answer, *prompt, *answer]  # a call, its result, the answer
+    masks = {"completion_mask": [1] * len(answer) + mask, "labels": [*answer, *labels]}
+    for name, values in [*masks.items(), ("loss_mask", [*mask, *mask])]:
+        columns = {"prompt_ids": prompt, "completion_ids": called, name: values}
+        (document,) = documents(template, columns)
+        assert labelled(document) == [*answer, *answer] and document.ids.tolist() == [*whole, *whole]
     second = [*whole, *end, *prompt]
     several = {"exchanges": [[prompt, [*answer, *end]], [second, answer]]}
     (both,) = documents(template, several)
@@ -63,6 +69,18 @@ def test_ids_of_every_form_are_trained_on_as_they_are(template: ChatTemplate) ->
     assert labelled(document) == answer and document.form == "exchanges"
 
 
+def test_the_documents_of_a_packed_row_are_trained_on_apart(template: ChatTemplate) -> None:
+    row = {"input_ids": [5, 6, 7, 8, 9, 0], "labels": [-100, 6, -100, -100, 9, -100]}
+    attended = {"attention_mask": [1, 1, 1, 1, 1, 0]}
+    for packed in ({"position_ids": [0, 1, 0, 1, 2, 0], **attended}, {"seq_lengths": [2, 3, 1]}):
+        for answers in ("all", "last"):
+            found = documents(template, {**row, **packed}, answers=answers)
+            assert [document.ids.tolist() for document in found] == [[5, 6], [7, 8, 9]]
+            assert [labelled(document) for document in found] == [[6], [9]]
+    (whole,) = documents(template, {**row, "position_ids": [[0, 1, 0, 1, 2, 0]] * 3})  # of images
+    assert labelled(whole) == [6, 9]
+
+
 FAULTS: dict[str, dict[str, Any]] = {
     r"exchanges\[0\]: expected a pair of prompt ids and answer ids, got \[5\]": {"exchanges": [[5]]},
     r"exchanges\[0\]\[1\]: expected a list of whole numbers, got 'sea'": {"exchanges": [[[5], "sea"]]},
@@ -71,7 +89,21 @@ FAULTS: dict[str, dict[str, Any]] = {
     r"loss_mask: expected 3 values, as input_ids has, got 2": {"input_ids": [5, 6, 7], "loss_mask": [0, 1]},
     r"loss_mask: expected 0 or 1 for each token, got \[0, 2\]": {"input_ids": [5, 6], "loss_mask": [0, 2]},
     r"labels: expected -100 or the id of input_ids in each place": {"input_ids": [5, 6], "labels": [6, 7]},
+    r"seq_lengths: expected lengths whose sum is 2, as input_ids has, got \[3\]": {
+        "input_ids": [5, 6],
+        "loss_mask": [0, 1],
+        "seq_lengths": [3],
+    },
     r"input_ids with loss_mask: expected a label, got none": {"input_ids": [5, 6], "loss_mask": [0, 0]},
+    r"expected labels for 1 answers, got 2: others have weight 0": {
+        "messages": [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "b", "weight": 0},
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "b"},
+        ],
+        "exchanges": [[[5], [6]], [[5, 6, 5], [6]]],
+    },
     r"expected its token ids to spell the text 'the sea', got ": {
         "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "the sea"}],
         "exchanges": [[[5], [6]]],

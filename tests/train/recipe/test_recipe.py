@@ -165,6 +165,11 @@ def test_an_interpolation_is_text(tmp_path: Path) -> None:
     assert (recipe.output_dir, recipe.tracking.name) == ("runs/${oc.env:HOME}", "${output_dir}")
 
 
+def test_off_is_what_yaml_reads_as_false(tmp_path: Path) -> None:
+    assert load(tmp_path, GOOD + "\ntracking: {wandb: off}\n").tracking.wandb == "off"
+    assert load(tmp_path, GOOD, "tracking.wandb=off").tracking.wandb == "off"
+
+
 def test_the_final_measurement_has_the_settings_of_the_report_or_else_those_of_eval(tmp_path: Path) -> None:
     words = "eval.temperature=0.5", "eval.top_k=3", "eval.presence_penalty=1", "eval.report.tree=[auto]"
     assert load(tmp_path, GOOD, *words).eval.final() == BenchSettings(
