@@ -173,16 +173,16 @@ def _starts(place: str, fields: Mapping[str, object], length: int) -> list[int]:
     """Return the places in a packed row of ids at which its documents begin, without the first."""
     lengths, positions = fields.get(LENGTHS), fields.get(POSITIONS)
     if isinstance(lengths, list):
-        ends = np.cumsum(_integers(f"{place}: {LENGTHS}", lengths)).tolist()
+        ends: list[int] = np.cumsum(_integers(f"{place}: {LENGTHS}", lengths)).tolist()
         if ends[-1:] != [length] or min(lengths) < 1:
             raise _unreadable(f"{place}: {LENGTHS}", f"lengths whose sum is {length}, as {WHOLE} has", lengths)
-        return ends[:-1]  # type: ignore[no-any-return]
+        return ends[:-1]
     if not isinstance(positions, list) or any(isinstance(item, list) for item in positions):  # several axes of images
         return []
     values = np.array(_integers(f"{place}: {POSITIONS}", positions), dtype=np.int64)
     if len(values) != length:
         raise _unreadable(f"{place}: {POSITIONS}", f"{length} values, as {WHOLE} has", len(values))
-    return (np.flatnonzero(np.diff(values) < 0) + 1).tolist()
+    return (np.flatnonzero(np.diff(values) <= 0) + 1).tolist()
 
 
 def _last_answer(document: Document) -> Document:

@@ -47,7 +47,7 @@ def test_settings_are_those_of_the_file(write: Any, config: Any, family: str, ke
 
 
 def test_the_rotary_base_is_that_of_full_attention(write: Any) -> None:
-    config = Gemma3TextConfig()
+    config: Any = Gemma3TextConfig()
     complete(config, write("gemma3", {"rope.freq_base": 2e6}))
     assert [rotary["rope_theta"] for rotary in config.rope_parameters.values()] == [1e4, 2e6]
 

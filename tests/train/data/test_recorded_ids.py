@@ -77,6 +77,8 @@ def test_the_documents_of_a_packed_row_are_trained_on_apart(template: ChatTempla
             found = documents(template, {**row, **packed}, answers=answers)
             assert [document.ids.tolist() for document in found] == [[5, 6], [7, 8, 9]]
             assert [labelled(document) for document in found] == [[6], [9]]
+    (after_one,) = documents(template, {"input_ids": [5, 6, 7], "labels": [-100, -100, 7], "position_ids": [0, 0, 1]})
+    assert after_one.ids.tolist() == [6, 7]
     (whole,) = documents(template, {**row, "position_ids": [[0, 1, 0, 1, 2, 0]] * 3})  # of images
     assert labelled(whole) == [6, 9]
 
