@@ -228,6 +228,9 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise UserError(
             f"{file}: format {record.get('format')!r}, this version reads {FORMAT}; use the one that wrote it"
         )
+    for part in ("config", "target"):
+        if not isinstance(record.get(part), dict):
+            raise UserError(f"{file}: draftsmith.{part}: expected a JSON object; fetch or train the head again")
     return record
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from eval.records.draft_schedule import draft_schedule
 from eval.records.figures_schema import Measurement
 from eval.records.head_schema import Head, HeadConfig, Origin, Point
-from eval.records.provenance import Provenance
+from eval.records.provenance import Provenance, read_provenance
 from eval.records.results import read_curve
 from eval.records.schema import HEAD, TARGET, Target
 from eval.records.speedup_checks import served_index, verdict_of
@@ -78,7 +78,7 @@ def head_facts(
     curve: list[Point] = []
     engines: list[Verdict] = []
     with suppress(UserError):  # an untrained draft, or a head of others
-        provenance = Provenance.model_validate(read_config(find_head(folder))["provenance"])
+        provenance = read_provenance(find_head(folder))
         curve = read_curve(find_head(folder).parent / "metrics.jsonl")
     with suppress(UserError):  # files that are gone
         if target is not None:

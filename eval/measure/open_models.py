@@ -51,7 +51,7 @@ def open_target_of(head: str, options: argparse.Namespace) -> tuple[FrozenTarget
         return open_target(options.target, options)
     folder = find_head(head)
     record = read_config(folder)["target"]
-    path = options.target or record["name"]
+    path = options.target or record.get("name")
     if not isinstance(path, str):
         raise UserError(f"{folder}: does not say which target it was trained for; give --target")
     if not options.target and not is_here(path) and not MODEL.fullmatch(repo_and_revision(path)[0]):

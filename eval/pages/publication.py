@@ -21,7 +21,7 @@ from eval.measure.model_facts import engines_for
 from eval.pages.card import CARD, PLOTS, quoted, render_card
 from eval.pages.texts import LOCAL_MODEL, as_markdown
 from eval.records.acceptance_profile import ACCEPTANCE, acceptance_profile
-from eval.records.provenance import Provenance
+from eval.records.provenance import Provenance, read_provenance
 from eval.records.result_folders import RESULTS, folders_of, newest_results
 from eval.records.results import as_record, plain, read_log
 from eval.records.schema import Results, Target
@@ -89,7 +89,7 @@ def collect(
     measured, facts = (figures.measurements, figures.target) if figures else ((), Target(name=target))
     names = {"head": repo_id, "target": repo_and_revision(base or target)[0]}
     verdicts = engines_for(folder, measured, facts, names=names)
-    provenance = Provenance.model_validate(record["provenance"])
+    provenance = read_provenance(folder)
     if (doubt := why_unfit(verdicts, provenance.serve)) is not None and not unserved:
         raise UserError(f"{folder}: {doubt}; fix it, or publish it --unserved")
     form = HEADS[record["kind"]].format

@@ -1,9 +1,14 @@
 """provenance.json, which is also in a saved head: how the head was made. Keys that are not known here are kept."""
 
-from pydantic import field_validator
+from pathlib import Path
+
+from pydantic import ValidationError, field_validator
 
 from eval.records.figures_schema import Part
 from eval.records.schema import Device
+from heads.core.errors import UserError
+from heads.core.strict_settings import first_fault
+from heads.saved import CONFIG, read_config
 
 
 class TrainedSource(Part):
@@ -58,3 +63,13 @@ class Provenance(Part):
     """The settings of the measurement."""
     estimated: str | None = None
     """How tau was estimated, if nothing was decoded."""
+
+
+def read_provenance(folder: Path) -> Provenance:
+    """Return how the head in a folder was made. UserError if the folder has no head, or the record has another form."""
+    try:
+        return Provenance.model_validate(read_config(folder).get("provenance", {}))
+    except ValidationError as failure:
+        raise UserError(
+            f"{folder / CONFIG}: draftsmith.provenance.{first_fault(failure)}; fetch or train the head again"
+        ) from None

@@ -41,6 +41,8 @@ READ_ROTATIONS = {LLAMACPP: ("linear", "yarn")}
 def rotation_errors(config: Mapping[str, Any], reader: str) -> list[str]:
     """Return what a reader ignores of a head's rotary positions."""
     scaling = config.get("rope_scaling") or {}
+    if not isinstance(scaling, Mapping):
+        return ["config.json: rope_scaling: is no JSON object"]
     kind = scaling.get("rope_type", "default")
     if reader not in ENGINES and kind not in ("default", *READ_ROTATIONS.get(reader, ())):
         return [f"config.json: rope_scaling: no kind {kind} is read"]

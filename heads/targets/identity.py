@@ -108,9 +108,9 @@ def changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     prints = [str(each.get("fingerprint") or "").partition("-")[0] for each in (was, now)]
     if all(prints) and prints[0] != prints[1]:
         found.append(f"other weights, of fingerprint {prints[1]} for {prints[0]}")
-    settings = [each.get("settings") for each in (was, now)]
-    if None not in settings:
-        first, second = (dict(leaves(each)) for each in settings if each is not None)
+    settings = [dict(leaves(held)) for each in (was, now) if isinstance(held := each.get("settings"), Mapping)]
+    if len(settings) == 2:
+        first, second = settings
         for name in sorted(first.keys() | second.keys()):
             if first.get(name) != second.get(name):
                 before, after = (shown(each[name]) if name in each else "its default" for each in (first, second))
