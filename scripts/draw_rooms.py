@@ -41,7 +41,7 @@ ROOMS = {
     ("heads", "formats"): "files that engines load",
 }
 """What each room does."""
-WIDTH, COLUMN, GAP, LINE = 1180, 128, 18, 13
+COLUMN, GAP, LINE = 128, 18, 13
 LIGHT = {"card": "#ffffff", "ink": "#16191f", "soft": "#5a6372", "line": "#b9c0cb", "arrow": "#0a6ebd"}
 DARK = {"card": "#181c23", "ink": "#e8eaee", "soft": "#9aa3b2", "line": "#454d5b", "arrow": "#58aef0"}
 
@@ -127,7 +127,7 @@ def place(column: int) -> int:
 def picture() -> str:
     """Return the picture as an SVG document."""
     parts: list[str] = []
-    y = 8
+    width, y = 0, 8
     for package, purpose in PACKAGES.items():
         imports = imports_of(package)
         rooms = in_order(imports)
@@ -142,6 +142,7 @@ def picture() -> str:
         for column, room in enumerate(rooms):
             note = ROOFS[package] if room == ROOF else ROOMS[package, room]
             parts += box(place(column), y, height, room, note, files[room])
+        width = max(width, place(len(rooms)) - GAP + 8)
         columns = {room: column for column, room in enumerate(rooms)}
         parts += [arrow(columns[room], columns[other], y) for room, other in direct(imports)]
         y += height + 16
@@ -161,9 +162,9 @@ def picture() -> str:
     label = "Rooms of train, eval and heads with their files. An arrow goes from a room to one that it imports."
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y}" role="img" aria-label="{label}">',
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {y}" role="img" aria-label="{label}">',
             f"<style>{style}</style>",
-            f'<rect width="{WIDTH}" height="{y}" fill="var(--card)"/>',
+            f'<rect width="{width}" height="{y}" fill="var(--card)"/>',
             marker,
             *parts,
             "</svg>\n",

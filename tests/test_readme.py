@@ -348,6 +348,9 @@ def test_what_is_generated_of_the_pages_is_up_to_date() -> None:
     for page, text in generated().items():
         assert page.read_text(encoding="utf-8") == text, f"{page.relative_to(ROOT)}: run python scripts/write_pages.py"
     assert draw_rooms.PICTURE.read_text(encoding="utf-8") == draw_rooms.picture(), "run scripts/write_pages.py"
+    (width,) = re.findall(r'viewBox="0 0 (\d+) ', draw_rooms.picture().splitlines()[0])
+    boxes = re.findall(r'<rect x="(\d+)" y="\d+" width="(\d+)"', draw_rooms.picture())
+    assert boxes and all(int(x) + int(wide) < int(width) for x, wide in boxes), "a room beyond the edge"
     assert escape(curve_chart(CURVES).note) in PICTURE.read_text(encoding="utf-8")
 
 
