@@ -14,8 +14,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from eval.records.provenance import read_provenance
 from heads.methods.eagle3 import Eagle3
-from heads.saved import check_fits, find_head, load_head, read_config, save_head, weights_hash
+from heads.saved import check_fits, check_loaders, find_head, load_head, read_config, save_head, weights_hash
 from tests.support.faults import small_files
 from tests.support.native_mtp import change_config, change_weights
 from tests.support.refusals import refused
@@ -148,6 +149,13 @@ def test_configs_that_are_not_ours_and_damaged_ones(folder: Path) -> None:
         change_config(folder, draftsmith=record | {"config": record["config"] | changes})
         text = refused(load_head, folder)
         assert str(folder) in text and f"draftsmith.config.{min(changes)}" in text
+    change_config(folder, draftsmith=record | {"provenance": {"versions": {"numpy": 1e300}}})
+    assert "draftsmith.provenance.versions.numpy: " in refused(read_provenance, folder)
+    change_config(folder, draftsmith=record, rope_scaling=[1])
+    verdicts = check_loaders(folder)
+    assert any("rope_scaling: is no JSON object" in error for verdict in verdicts for error in verdict.errors)
+    change_config(folder, draftsmith=record | {"target": []})
+    assert "draftsmith.target: expected a JSON object" in refused(load_head, folder)
     for text, words in (
         ("{", "not a JSON object"),
         ("[]", "not a JSON object"),
