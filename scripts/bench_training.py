@@ -1,8 +1,8 @@
 """What a setting of a recipe costs in training time: short runs of each variant, in turns.
 
     python scripts/bench_training.py recipes/quickstart.yaml --variant --variant head.later_slots=0.5
-    python scripts/bench_training.py recipes/quickstart.yaml head.depth=7 --variant train.precision=no \
-        --variant train.precision=no "features={kind: cache, folder: /data/features}"
+    python scripts/bench_training.py recipes/quickstart.yaml head.depth=7 --variant train.precision=fp32 \
+        --variant train.precision=bf16 "features={kind: cache, folder: features}"
 
 A variant is the recipe with further overrides; --variant without any is the recipe itself, with the overrides behind
 it. In a turn each variant trains 2 * --steps steps, of which the second half is timed: the target's pass, loss,

@@ -13,7 +13,7 @@ READ = {
 }
 """Keys of a file, behind the architecture's name, and the fields of a config that they set."""
 SCALES = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-"""Tensors that scale rotary positions, as of Llama 3.1 and Phi-3."""
+"""Tensors that scale rotary positions, as of Llama 3.1 and Phi-3, if they have other values than 1."""
 
 
 def complete(config: Any, file: Path) -> None:
@@ -28,11 +28,14 @@ def complete(config: Any, file: Path) -> None:
         field = reader.get_field(f"{family}.{key}")
         return None if field is None else field.contents()
 
-    rotary = getattr(config, "rope_parameters", None) or {}
-    rotary = rotary.get("full_attention", rotary)  # Gemma 3 has another one for its sliding layers
+    rotary = whole = getattr(config, "rope_parameters", None) or {}
+    if "full_attention" in whole:  # as of Gemma 3, whose sliding layers have another one
+        rotary = whole["full_attention"]
+        if (base := value("rope.freq_base_swa")) is not None:
+            whole["sliding_attention"]["rope_theta"] = float(base)
     if rotary.get("rope_type") == "default":
         scaling = value("rope.scaling.type")
-        names = [tensor.name for tensor in reader.tensors if tensor.name in SCALES]
+        names = [tensor.name for tensor in reader.tensors if tensor.name in SCALES and (tensor.data != 1).any()]
         if names or scaling not in (None, "none"):
             how = names[0] if names else f"rope.scaling.type {scaling}"
             raise UserError(
