@@ -100,6 +100,8 @@ def read_chat(record: Record) -> Chat:
     """Return the conversation of a record in any of the common forms. Leading answers, which no prompt asks for, are
     dropped. RecordError for a record without a conversation, or with two."""
     place, fields = record = with_lists(record)
+    if fields.get("label") is False or fields.get("kto_tag") is False:
+        raise RecordError(f"{place}: its label says that its answer is bad", "an answer that its label calls bad")
     columns = tuple(key for key, value in fields.items() if value and (key not in TURNS or isinstance(value, list)))
     forms = _forms(columns) or _forms(tuple(fields))  # the latter of empty columns
     if not forms:
@@ -107,8 +109,6 @@ def read_chat(record: Record) -> Chat:
         keys = ", ".join(sorted(fields)) or "none"
         remedy = "; kind text reads texts" if isinstance(fields.get("text"), str) else ""
         raise RecordError(f"{place}: expected {expected}, got keys {keys}{remedy}", NO_CONVERSATION)
-    if fields.get("label") is False or fields.get("kto_tag") is False:
-        raise RecordError(f"{place}: its label says that its answer is bad", "an answer that its label calls bad")
     messages: list[Message] = []
     for first, *last in forms:
         turns = read_turns(record, first)

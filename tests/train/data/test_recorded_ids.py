@@ -97,6 +97,7 @@ FAULTS: dict[str, dict[str, Any]] = {
         "seq_lengths": [3],
     },
     r"input_ids with loss_mask: expected a label, got none": {"input_ids": [5, 6], "loss_mask": [0, 0]},
+    "its label says that its answer is bad": {"prompt_ids": [5], "completion_ids": [6], "label": False},
     r"expected labels for 1 answers, got 2: others have weight 0": {
         "messages": [
             {"role": "user", "content": "a"},
