@@ -16,7 +16,8 @@ from typing import Any
 import psutil
 import torch
 
-from heads.kernels.product import find_compiler, load
+from heads.kernels.compiled import find_compiler
+from heads.kernels.product import load
 from heads.kernels.triton_support import runs_kernels
 from heads.targets.frozen_target import FrozenTarget
 from heads.targets.native_decoder import why_not_native

@@ -22,6 +22,7 @@ from torch import Tensor
 from eval.runtime.sampling_params import Sampling
 from heads.core.tree import Pick
 from heads.kernels.gumbel import gumbel
+from heads.kernels.noisy_argmax import noisy_argmax
 
 SHARPNESS = 1.5
 """Factor on a greedy row's logits in the probabilities that rank a tree's nodes. A greedy target always takes its
@@ -128,8 +129,11 @@ class RowSampling:
         logits = self.penalise(logits, counts)
         if not self.random:
             return logits.argmax(dim=-1)
-        noise = gumbel(self.seed, positions, torch.arange(logits.shape[-1], device=logits.device))
-        return noise.add_(self._scaled(logits)).argmax(dim=-1)
+        if self.filtered:
+            logits, temperature = self._scaled(logits), (self.temperature > 0).float()
+        else:
+            temperature = self.temperature
+        return noisy_argmax(logits, temperature, self.seed, positions)
 
     def pick_likeliest(
         self, logits: Tensor, positions: Tensor, count: int, token_ids: Tensor | None = None
@@ -141,6 +145,9 @@ class RowSampling:
             return ids.expand(-1, W, -1), logp.expand(-1, W, -1)
         if not self.random:
             return best_columns(logits, SHARPNESS, count, token_ids)
+        if count == 1:
+            columns = noisy_argmax(logits.float(), self.temperature, self.seed, positions, token_ids)[..., None]
+            return columns if token_ids is None else token_ids[columns], torch.zeros_like(columns, dtype=torch.float32)
         sharpness = torch.where(self.temperature > 0, 1.0, SHARPNESS)[:, None, None]
         return best_columns(self.perturb(logits, positions, token_ids), sharpness, count, token_ids)
 

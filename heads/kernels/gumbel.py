@@ -25,9 +25,13 @@ def uniform(seeds: Tensor, counters: Tensor, ids: Tensor) -> Tensor:
 
     splitmix64 over the three integers gives 52 bits k. (k + 1/2) / 2^52 is exact and strictly inside (0, 1).
     """
-    keys = _mix(_mix(seeds)[:, None] + counters * GAMMA)  # (B, W)
-    bits = _mix_(keys[..., None] + ids * GAMMA)
+    bits = _mix_(keys(seeds, counters)[..., None] + ids * GAMMA)
     return bits.bitwise_right_shift_(12).bitwise_and_(LOW_52).double().add_(0.5).mul_(2.0**-52)
+
+
+def keys(seeds: Tensor, counters: Tensor) -> Tensor:
+    """Return the keys (B, W) of the noise of all ids: seeds (B,), counters (B, W)."""
+    return _mix(_mix(seeds)[:, None] + counters * GAMMA)
 
 
 def stream(seeds: Tensor, purpose: int) -> Tensor:

@@ -5,24 +5,12 @@ read the weights. torch's libraries pack a weight again for every call, which fo
 arithmetic. So on a CPU weights are packed once: in C (`product.c`, compiled on first use) or, without a compiler, by
 oneDNN. On other devices, in other dtypes and for many rows, `torch.nn.functional.linear` computes the product.
 
-CC names the compiler and CFLAGS adds flags: CFLAGS=-march=x86-64-v3 compiles for processors without AVX-512, and
-CC=none disables C.
-
 Letters: K inputs, O outputs.
 """
 
 import copy
 import ctypes
-import hashlib
-import logging
-import os
-import shlex
-import shutil
-import subprocess
-import sys
-import tempfile
 from functools import cache
-from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -30,17 +18,12 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, pad, rms_norm
 
 from heads.core.errors import warn_once
+from heads.kernels.compiled import compiled
 
 SERIAL_WEIGHTS = 1 << 16
 """Products with fewer weights use one thread, since waking another would cost more."""
 MAX_ROWS = 64
 """Products with more rows are compute-bound, so torch's libraries compute them."""
-FLAGS = (
-    *("-O3", "-march=native", "-fopenmp-simd", "-shared", "-fPIC", "-ffp-contract=fast"),
-    *("-fno-trapping-math", "-fno-math-errno"),  # else a loop that selects between two numbers is not vectorized
-)
-COMPILE_SECONDS = 300
-logger = logging.getLogger("draftsmith")
 
 
 class Norm:
@@ -147,30 +130,15 @@ def with_products(module: Any, without: str | None = None) -> Any:
 
 
 @cache
-def find_compiler() -> str | None:
-    """Return the path of a C compiler: the one that CC names, else the first one found; None if there is none."""
-    names = [os.environ["CC"]] if os.environ.get("CC") else ["cc", "gcc", "clang"]
-    if sys.platform == "win32":
-        return None
-    return next((path for name in names if (path := shutil.which(name))), None)
-
-
-@cache
 def load() -> ctypes.CDLL | None:
-    """Return the compiled `product.c`. If it cannot be compiled or loaded, log the reason and return None."""
-    compiler = find_compiler()
-    if compiler is None:
-        logger.info("no C compiler found: products on this CPU take oneDNN, which is slower")
-        return None
-    try:
-        library = ctypes.CDLL(str(_build(Path(__file__).with_name("product.c"), compiler)))
-    except (OSError, subprocess.SubprocessError, RuntimeError) as error:  # RuntimeError: a user without a home
-        logger.info("product.c could not be compiled (%s): products on this CPU take oneDNN, which is slower", error)
+    """Return the compiled C with `product.c`, or None if there is none or its products are wrong."""
+    library = compiled()
+    if library is None:
         return None
     library.multiply.argtypes = [ctypes.c_void_p] * 7 + [ctypes.c_int64] * 5 + [ctypes.c_float]
     library.multiply.restype = None
     if not _is_right(library):
-        warn_once(f"product.c, compiled by {compiler}, gives wrong products: oneDNN's are used, which are slower")
+        warn_once("product.c, as compiled here, gives wrong products: oneDNN's are used, which are slower")
         return None
     return library
 
@@ -220,37 +188,3 @@ def _packed(library: ctypes.CDLL, weight: Tensor) -> Tensor:
     block = library.block_size()
     outputs, inputs = weight.shape
     return pad(weight, (0, 0, 0, -outputs % block)).view(-1, block, inputs).transpose(1, 2).contiguous()
-
-
-def _build(source: Path, compiler: str) -> Path:
-    """Compile into the user's cache, unless it holds the complete library. A library's name ends in the hash of its
-    content, since loading a truncated library kills the process."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "draftsmith"
-    flags = [*FLAGS, *shlex.split(os.environ.get("CFLAGS", ""))]
-    digest = hashlib.sha256(source.read_bytes() + repr((compiler, flags, _processor())).encode())
-    name = f"{source.stem}-{digest.hexdigest()[:16]}"
-    for path in folder.glob(f"{name}-*.so"):
-        if path.stem == f"{name}-{_short_hash(path)}":
-            return path
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        compiled = Path(scratch) / f"{name}.so"
-        command = [compiler, *flags, str(source), "-o", str(compiled)]
-        if _run([*command, "-fopenmp"]).returncode:
-            _run(command).check_returncode()  # without OpenMP: one thread
-        return compiled.replace(folder / f"{name}-{_short_hash(compiled)}.so")
-
-
-def _run(command: list[str]) -> subprocess.CompletedProcess[bytes]:
-    return subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, timeout=COMPILE_SECONDS)
-
-
-def _short_hash(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-
-
-def _processor() -> str:
-    """Return the processor's features, on which `-march=native` depends. Machines may share one home folder."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return next((line for line in lines if line.startswith(("flags", "Features"))), "") + os.uname().machine

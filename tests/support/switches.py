@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from heads.kernels import product, triton_support
+from heads.kernels import compiled, noisy_argmax, product, triton_support
 from heads.targets import native_decoder as decoder
 
 
@@ -23,7 +23,7 @@ def without_c() -> Iterator[None]:
 
 def forget_library() -> None:
     """Forget the compiler, the library and the products made with it, so that all are made anew."""
-    for loader in (product.find_compiler, product.load):
+    for loader in (compiled.find_compiler, compiled.compiled, product.load, noisy_argmax.load):
         loader.cache_clear()
     decoder._stacks.clear()
 
