@@ -15,7 +15,7 @@ MIN_GAP = 12.0
 MAX_SILENCE = 15.0
 """Seconds without any line."""
 STEADY = 0.25
-"""Share of the time left in which a new estimate of the end replaces most of the one before: estimates do not jump."""
+"""Share of the time left, newly estimated, in which this estimate replaces most of the one before: it does not jump."""
 MIN_WAIT = 1.0
 """Seconds between two checks of whether a line is due."""
 BAR_FORMAT = "{n_fmt}/{total_fmt} {bar} {desc}"
@@ -133,7 +133,7 @@ class Progress:
         end = max(now, self._last + (self._last - self._since) / units * remaining)
         if self._end is not None and remaining:
             before, at = self._end
-            end += (before - end) * math.exp((at - now) / (MIN_GAP + STEADY * max(0.0, before - at)))
+            end += (before - end) * math.exp((at - now) / (MIN_GAP + STEADY * (end - now)))
         self._end = end, now
         return max(0.0, end - now) + self.more
 

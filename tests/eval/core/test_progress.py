@@ -48,6 +48,17 @@ def test_an_estimate_does_not_jump_at_a_slow_unit_or_a_phase_within(capsys: Capt
     assert max(abs(one - other) for one, other in pairwise(ends)) < 45
 
 
+def test_an_estimate_forgets_a_slow_start(capsys: Capture, monkeypatch: Patch) -> None:
+    now = 1000.0
+    monkeypatch.setattr("eval.core.progress.time.monotonic", lambda: now)
+    with Progress("step", 2000, announced=True) as steps:
+        for step in range(1900):
+            now += 8.0 if step < 200 else 1.0
+            steps.advance()
+            left = steps.seconds_left()
+    assert left is not None and 100 <= left < 400
+
+
 def test_only_one_process_of_a_launch_speaks(capsys: Capture, monkeypatch: Patch) -> None:
     monkeypatch.setenv("RANK", "1")
     with Progress("loading") as phase:
