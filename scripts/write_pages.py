@@ -253,10 +253,12 @@ def curve_chart(pattern: str) -> "Chart":
     from eval.pages.drawing import COLOURS, Chart
     from eval.pages.training_charts import draw_lines, line_of
 
-    runs: dict[str, list[Point]] = {}
-    for record in (read_results(path) for path in sorted(RESULTS.glob(pattern))):
+    records = [read_results(path) for path in sorted(RESULTS.glob(pattern))]
+    runs: dict[str, list[Point]] = {}  # of several runs of a method that of the last file
+    for record in records:
         runs |= {DRAFTS[head.kind]: head.curve for head in record.heads if head.curve}
-        level = next(m.tau.mean for m in record.measurements if record.head_of(m).kind == "lookup")
+    lookups = (m for record in records for m in record.measurements if record.head_of(m).kind == "lookup")
+    level = next(lookups).tau.mean
     ends = {method: (points[0], points[-1]) for method, points in runs.items()}
     said = [
         f"{method}, {first.tau:.2f} at {texts.count(first.tokens)}, {last.tau:.2f} at {texts.count(last.tokens)}"
