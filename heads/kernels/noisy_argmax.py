@@ -58,9 +58,10 @@ def by_c(
     token_ids: Tensor | None = None,
 ) -> Tensor:
     B, W, X = logits.shape
-    logits = logits.contiguous()
+    logits, rows = logits.contiguous(), temperature[:, None].expand(B, W).contiguous()
+    ids = None if token_ids is None else token_ids.contiguous()
     top = logits.argmax(-1)
-    inputs = (logits, top, temperature[:, None].expand(B, W).contiguous(), keys(seeds, positions), token_ids)
+    inputs = (logits, top, rows, keys(seeds, positions), ids)
     out = torch.empty_like(top)
     pointers = [None if tensor is None else tensor.data_ptr() for tensor in (*inputs, out)]
     threads = min(torch.get_num_threads(), B * W) if logits.numel() >= SERIAL_COLUMNS else 1

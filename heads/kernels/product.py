@@ -58,20 +58,17 @@ class Product:
     """Bytes of the weights that all products of this process have read so far."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """weight (O, K); bias (O,). On a CPU, a float32 weight is packed in bfloat16 if it loses nothing by it. oneDNN
-        packs a weight in bfloat16 where it has such products."""
+        """weight (O, K); bias (O,). On a CPU, a float32 weight is packed in bfloat16 if it loses nothing by it."""
         self.weight = weight.detach()
         self.bias = None if bias is None else bias.detach()
-        on_cpu, dtype = self.weight.device.type == "cpu", self.weight.dtype
-        self.library = load() if on_cpu and dtype == torch.float32 else None
+        is_float32_on_cpu = self.weight.device.type == "cpu" and self.weight.dtype == torch.float32
+        self.library = load() if is_float32_on_cpu else None
         self.packed: Tensor | None = None
         if self.library is not None:
             half = self.weight.bfloat16()
             self.packed = _packed(self.library, half if torch.equal(half.float(), self.weight) else self.weight)
-        elif on_cpu and torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled:
-            has_half = dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-            if dtype == torch.float32 or has_half:
-                self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, 1)
+        elif is_float32_on_cpu and torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled:
+            self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, 1)
         stored = self.weight if self.library is None or self.packed is None else self.packed
         self.bytes = self.weight.numel() * stored.element_size() + (0 if bias is None else bias.nbytes)
 
