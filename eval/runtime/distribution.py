@@ -22,7 +22,7 @@ from torch import Tensor
 from eval.runtime.sampling_params import Sampling
 from heads.core.tree import Pick
 from heads.kernels.gumbel import gumbel
-from heads.kernels.noisy_argmax import noisy_argmax
+from heads.kernels.noisy_argmax import noisy_argmax, scaled
 
 SHARPNESS = 1.5
 """Factor on a greedy row's logits in the probabilities that rank a tree's nodes. A greedy target always takes its
@@ -113,15 +113,11 @@ class RowSampling:
 
     def _scaled(self, logits: Tensor) -> Tensor:
         """Return `log_distribution` up to a constant per position, with 0 at the likeliest token."""
-        is_sampled = (self.temperature > 0)[:, None, None]  # (B, 1, 1)
-        top = logits.argmax(dim=-1, keepdim=True)
-        greedy = torch.full_like(logits, -torch.inf, dtype=torch.float32).scatter_(-1, top, 0.0)
-        # Subtract the maximum first: logits divided by a very low temperature would overflow to inf - inf.
-        divisor = torch.where(is_sampled, self.temperature[:, None, None], 1.0)
-        scores = (logits - logits.gather(-1, top)).float() / divisor
+        scores, top = scaled(logits, self.temperature)
         if self.filtered:
             scores = scores.masked_fill(~_passes_filters(scores, self.top_k, self.top_p, self.min_p), -torch.inf)
-        return torch.where(is_sampled, scores, greedy)
+        greedy = torch.full_like(scores, -torch.inf).scatter_(-1, top, 0.0)
+        return torch.where((self.temperature > 0)[:, None, None], scores, greedy)
 
     def choose(self, logits: Tensor, positions: Tensor, counts: Tensor | None = None) -> Tensor:
         """Return the chosen token ids (B, W), given logits (B, W, V), positions (B, W) of the tokens to choose, and
@@ -129,10 +125,9 @@ class RowSampling:
         logits = self.penalise(logits, counts)
         if not self.random:
             return logits.argmax(dim=-1)
+        temperature = self.temperature
         if self.filtered:
-            logits, temperature = self._scaled(logits), (self.temperature > 0).float()
-        else:
-            temperature = self.temperature
+            logits, temperature = self._scaled(logits), (temperature > 0).float()  # divided already
         return noisy_argmax(logits, temperature, self.seed, positions)
 
     def pick_likeliest(

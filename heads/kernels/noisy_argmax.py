@@ -41,12 +41,18 @@ def by_torch(
     """`noisy_argmax` on any device."""
     if token_ids is None:
         token_ids = torch.arange(logits.shape[-1], device=logits.device)
-    top = logits.argmax(-1, keepdim=True)
-    is_sampled = (temperature > 0)[:, None, None]
-    # Subtract the maximum first: logits divided by a very low temperature would overflow to inf - inf.
-    scores = (logits - logits.gather(-1, top)).float() / torch.where(is_sampled, temperature[:, None, None], 1.0)
+    scores, top = scaled(logits, temperature)
     chosen = gumbel(seeds, positions, token_ids).add_(scores).argmax(-1)
-    return torch.where(is_sampled[..., 0], chosen, top[..., 0])
+    return torch.where((temperature > 0)[:, None], chosen, top[..., 0])
+
+
+def scaled(logits: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the scores (z - max z) / T (B, W, X) in float32, with T = 1 for rows at temperature 0, and the columns of
+    the maxima (B, W, 1)."""
+    top = logits.argmax(-1, keepdim=True)
+    divisor = torch.where(temperature > 0, temperature, 1.0)[:, None, None]
+    # Subtract the maximum first: logits divided by a very low temperature would overflow to inf - inf.
+    return (logits - logits.gather(-1, top)).float() / divisor, top
 
 
 def by_c(
