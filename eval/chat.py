@@ -97,13 +97,14 @@ class Conversation:
         text, ids = render(messages, self.tokenizer)
         if fault := unknown_token(ids, self.tokenizer, self.target.vocab_size):
             raise UserError(f"the prompt: {fault}; remove it")
-        room = prompt_room(self.target.name, self.target.context_length, self.max_new_tokens, self.shape.nodes)
+        nodes = self.head.longest(self.shape, 1).nodes
+        room = prompt_room(self.target.name, self.target.context_length, self.max_new_tokens, nodes)
         if not 1 <= len(ids) <= room:
             raise UserError(
                 f"the conversation with this prompt has {len(ids)} tokens; expected 1 to {room}, which leave room for "
                 f"{self.max_new_tokens} new ones; give a shorter prompt, /reset, or start with fewer --max-new-tokens"
             )
-        engine = self.engine_for(len(ids) + self.max_new_tokens + self.shape.nodes)
+        engine = self.engine_for(len(ids) + self.max_new_tokens + nodes)
         sampling = self.sampling.with_seed(self.sampling.seed + self.answers)
         request = Request(ids, self.max_new_tokens, sampling)
         if not has_template:

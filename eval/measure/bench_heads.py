@@ -60,7 +60,8 @@ def bench_heads(
         fitting_shapes(head, path, target, settings) if several else settings.shapes(head, target)
         for path, head in heads.items()
     ]
-    nodes = max([shape.nodes for of_head in shapes for shape in of_head] + [LARGEST_TREE] * settings.is_auto)
+    drafts = [(head, shape) for head, of_head in zip(heads.values(), shapes, strict=True) for shape in of_head]
+    nodes = max([head.longest(shape, 1).nodes for head, shape in drafts] + [LARGEST_TREE] * settings.is_auto)
     prompts = {
         context: choose_prompts(target, tokenizer, settings, nodes, context) for context in settings.contexts or (None,)
     }
@@ -195,9 +196,10 @@ def parts_of_headline(
     batch_size = results.headline.batch_size or settings.batch_size
     settings = settings.model_copy(update={"batch_size": batch_size})
     lengths = sorted(len(prompt.ids) for prompt in prompts)
-    room = lengths[-1] + settings.max_new_tokens + shape.nodes
+    nodes = head.longest(shape, batch_size).nodes
+    room = lengths[-1] + settings.max_new_tokens + nodes
     length = lengths[len(lengths) // 2] + settings.max_new_tokens // 2
     engine = Engine(target, head, engine_options(settings, shape, room))
     plain = Engine(target, None, EngineOptions(batch_size=settings.batch_size, max_length=room))
-    length, bandwidth = min(length, room - 3 * shape.nodes), copy_bandwidth(plain)
+    length, bandwidth = min(length, room - 3 * nodes), copy_bandwidth(plain)
     return roofline(engine, plain, length=length, tau=results.headline.tau.mean, bandwidth=bandwidth)

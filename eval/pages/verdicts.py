@@ -267,13 +267,13 @@ def head_warnings(head: Head, measurements: Sequence[Measurement]) -> Iterator[s
             f"({setting_text(missed)}), whatever its training; a larger head.draft_vocab_size, or labels from such "
             "texts, mends it"
         )
-    deepest, trained = max(measurements, key=lambda m: len(m.alpha)), head.config.depth
-    if trained is None or len(deepest.alpha) <= trained:
+    deepest, trained = max(measurements, key=lambda m: m.depth), head.config.depth
+    if trained is None or deepest.depth <= trained:
         return
-    beyond = list(enumerate(deepest.alpha, start=1))[trained:]
+    beyond = list(enumerate(deepest.alpha, start=1))[trained : deepest.depth]
     rates = ", ".join(f"{percent(alpha)} at depth {depth}" for depth, alpha in beyond if alpha is not None)
     yield (
-        f"drafted {len(deepest.alpha)} deep, trained for {trained}: beyond that, {deepest.tree} "
+        f"drafted {deepest.depth} deep, trained for {trained}: beyond that, {deepest.tree} "
         f"({sampling_text(deepest.temperature)}) accepted {rates or 'nothing, as no round came so deep'}"
     )
 

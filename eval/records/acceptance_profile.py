@@ -20,7 +20,11 @@ ACCEPTANCE = "acceptance.json"
 def acceptance_profile(results: Results) -> dict[str, Any] | None:
     """Return the contents of acceptance.json, or None if no chain was measured or the audit failed. Block verification
     has no rates by position, so under it there is no profile."""
-    chains = [m for m in results.measurements if m.nodes == m.depth + 1 and m.rule != "block"]
+    chains = [
+        m
+        for m in results.measurements
+        if m.nodes == m.depth + 1 == len(m.accepted_histogram) and m.rule != "block"  # no drafts of several lengths
+    ]
     if not chains or results.exact.divergences:
         return None
     head = results.head

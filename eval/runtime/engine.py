@@ -109,7 +109,11 @@ class Engine:
         asked = {name: getattr(target.model.generation_config, name, None) for name in UNAPPLIED}
         if rest := [f"{name} {value}" for name, value in asked.items() if value not in (None, 0, 1)]:
             warn_once(f"{target.name}: its generation_config.json asks for {', '.join(rest)}: not applied here")
-        self.nodes = options.shape.nodes
+        self.shape = options.shape
+        """Shape of the largest draft of a round."""
+        if head is not None and options.rule == "match":  # under other rules a text depends on the lengths of its drafts
+            self.shape = head.longest(options.shape, options.batch_size)
+        self.nodes = self.shape.nodes
         self.on_host = on_host = target.device.type != "cuda"
         self.timings = Timings()
         if not on_host:  # kernels are launched on the current device, whatever the device of their tensors
@@ -148,19 +152,19 @@ class Engine:
         state = RoundState.new(
             batch_size=options.batch_size,
             capacity=options.max_length,
-            depth=options.shape.depth,
+            depth=self.shape.depth,
             device=device,
         )
         eos = torch.tensor(target.eos_token_ids, dtype=torch.int64, device=device)
         return Decoder(
             target=decoder,
-            shape=options.shape,
+            shape=self.shape,
             head=head,
             head_state=head_state,
             sampling=sampling,
-            rule=make_rule(options.rule, options.shape, sampling, decoder),
+            rule=make_rule(options.rule, self.shape, sampling, decoder),
             state=state,
-            update=Commit(state, eos, options.shape.depth),
+            update=Commit(state, eos, self.shape.depth),
             zeros=torch.zeros(options.batch_size, 1, dtype=torch.int64, device=device),
         )
 
@@ -227,7 +231,7 @@ class Engine:
         longest = max(state.most_cached_tokens for state in running)
         extent = min(round_up(longest + self.nodes), self.decoder.target.spec.capacity)
         for state in running:
-            state.launch(self.options.shape.depth + 1)
+            state.launch(self.shape.depth + 1)
         self.rounds(extent)
         self._launch(True, request_states)
 
@@ -273,7 +277,7 @@ class Engine:
             self.last_read = now
         under_way = sum(is_round for is_round, _ in self.launched)
         state = self.decoder.state
-        M = self.options.shape.depth + 1
+        M = self.shape.depth + 1
         ended: dict[int, tuple[int, Output]] = {}
         for row, (request_state, report) in enumerate(zip(requests_in_rows, reports, strict=True)):
             if request_state is None or not is_current[row]:  # that request has ended already
@@ -293,7 +297,7 @@ class Engine:
     def _output(self, row: int, request_state: RequestState) -> Output:
         state = self.decoder.state
         rounds = int(state.rounds[row])
-        if self.options.shape.depth == 0:
+        if self.shape.depth == 0:
             return request_state.output([0] * rounds, [0] * rounds, [False] * rounds, self.target.eos_token_ids)
         accepted, reached, copied = (
             record[row, :rounds].tolist() for record in (state.accepted, state.reached, state.copied)

@@ -96,7 +96,7 @@ def check_near_ties(
     near = [n for n, found in enumerate(own) if inside[n] and all(mismatch.is_within(FAR) for mismatch in found)]
     wide = dict(zip(near, mismatches_of_rounds(engine, [pairs[n] for n in near]), strict=True))
     # Above MAX_ROWS products are torch's, whose rounding also depends on the place of a row among the others.
-    may_differ = not is_chain(engine.options.shape) or engine.decoder.target.rows > MAX_ROWS
+    may_differ = not is_chain(engine.shape) or engine.decoder.target.rows > MAX_ROWS
     is_near_tie = {n: all(may_differ and mismatch.is_within(NEAR) for mismatch in found) for n, found in wide.items()}
     return [NearTieCheck(is_near_tie.get(n, False), found + wide.get(n, [])) for n, found in enumerate(own)]
 

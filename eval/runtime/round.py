@@ -12,7 +12,7 @@ depend on the other rows: on a GPU several rows at a time, as many as make CHUNK
 not; on a CPU one row at a time, where a row without a prompt would cost as much as one with it. The head works on a
 whole batch, so it reads the chunks of all new rows together.
 
-Letters: B rows, R rows of a prefill pass, N nodes, M = depth + 1 tokens a round can emit, or the longest chunk of a
+Letters: B rows, R rows of a prefill pass, N nodes, at most the shape's, M = depth + 1 tokens a round can emit, or the longest chunk of a
 step, C tokens of a prompt's chunk, D hidden, V vocabulary.
 """
 
@@ -61,7 +61,7 @@ class Decoder:
         """Return the head's tree below each root. Without a head, return the roots alone."""
         if self.head is None:
             return Proposal(self.state.root[:, None], self.zeros, self.zeros, self.zeros)
-        return self.head.propose(self.head_state, self.rule.begin())
+        return self.head.propose(self.head_state, self.rule.begin()).first(self.shape.nodes)
 
     def verify(
         self, proposal: Proposal, extent: int
@@ -94,8 +94,7 @@ class Decoder:
         """Add the accepted tokens to the state, cut at EOS and at the limit, and let the head read the new tokens."""
         chain = is_chain(self.shape)
         path = acceptance.path
-        depths = None if chain else proposal.depths
-        result = self.update(acceptance.accepted, acceptance.emitted, depths, proposal.copied)
+        result = self.update(acceptance.accepted, acceptance.emitted, proposal.depths, proposal.copied)
         if not chain:
             self.target.compact(result.start, path)
         if self.head is None:

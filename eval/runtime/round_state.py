@@ -1,6 +1,6 @@
 """Decided state of a batch between rounds, and the commit of a round's result to it.
 
-Letters: B rows, N nodes, K depth, M = K + 1 tokens that a round can emit, T tokens of a report.
+Letters: B rows, N nodes, K depth, M tokens that a round can emit, at most K + 1, T tokens of a report.
 """
 
 from dataclasses import dataclass
@@ -61,25 +61,23 @@ class CommitResult:
 
 
 class Commit:
-    """Commit of the results of rounds of one depth to a state."""
+    """Commit of the results of rounds of at most one depth to a state."""
 
     def __init__(self, state: RoundState, eos: Tensor, depth: int) -> None:
         """eos: any number of token ids, int64."""
-        M = depth + 1
         device = state.done.device
         self.state = state
         self.eos = eos
         self.depth = depth
-        self.offsets = torch.arange(M, device=device)
+        self.offsets = torch.arange(depth + 1, device=device)
         self.shown = torch.arange(state.report.shape[1] - 3, device=device)
 
     def __call__(
-        self, accepted: Tensor, emitted: Tensor, depths: Tensor | None, copied: Tensor | None = None
+        self, accepted: Tensor, emitted: Tensor, depths: Tensor, copied: Tensor | None = None
     ) -> CommitResult:
         """Commit the accepted tokens to the state, cut at EOS and at the limit.
 
-        accepted (B,), emitted (B, M): as in `Acceptance`; depths (B, N): of each tree's nodes, None if all trees have K
-        levels; copied (B,): as in `Proposal`.
+        accepted (B,), emitted (B, M): as in `Acceptance`; depths (B, N), copied (B,): as in `Proposal`.
         """
         state = self.state
         count = accepted + 1
@@ -93,11 +91,11 @@ class Commit:
         if self.depth > 0:  # if the output ends in the round, only the levels up to its end count
             index = state.rounds[:, None]
             state.accepted.scatter_(1, index, torch.minimum(accepted, emitted_count)[:, None])
-            levels = self.depth if depths is None else depths.amax(dim=1)
-            state.reached.scatter_(1, index, torch.minimum(count, emitted_count).clamp(max=levels)[:, None])
+            tested = torch.minimum(count, emitted_count).clamp(max=depths.amax(dim=1))
+            state.reached.scatter_(1, index, tested[:, None])
             if copied is not None:
                 state.copied.scatter_(1, index, copied[:, None])
-        state.output.scatter_(1, state.output_length[:, None] + self.offsets, emitted)
+        state.output.scatter_(1, state.output_length[:, None] + self.offsets[: emitted.shape[1]], emitted)
         state.output_length.add_(emitted_count)
         state.rounds.add_(active)
         state.length.add_(result.count)
@@ -116,7 +114,7 @@ class Commit:
         if len(self.eos):
             M = emitted.shape[1]
             is_eos = (emitted[..., None] == self.eos).any(dim=-1) & state.stops_at_eos[:, None]  # (B, M)
-            upto_eos = torch.where(is_eos, self.offsets + 1, M + 1).amin(dim=1)
+            upto_eos = torch.where(is_eos, self.offsets[:M] + 1, M + 1).amin(dim=1)
             ended = ended | (upto_eos <= taken)
             taken = torch.minimum(taken, upto_eos)
         return taken, ended

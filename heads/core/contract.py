@@ -158,6 +158,11 @@ class Drafter(ABC):
         """Raise UserError for a tree that the drafter cannot draft. Never by default."""
         return
 
+    def longest(self, shape: TreeShape, batch_size: int) -> TreeShape:
+        """Return the longest draft that `propose` may return where drafts of `shape` are asked for: `shape`, or a longer
+        chain."""
+        return shape
+
     @abstractmethod
     def new_state(self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape) -> object:
         """Return the state of `batch_size` sequences of at most `capacity` positions, to draft trees of `shape`. It is

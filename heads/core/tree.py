@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, product
 from operator import mul
 from typing import TYPE_CHECKING, Protocol
@@ -65,6 +65,13 @@ class Proposal:
     copied: Tensor | None = None
     """(B,) bool: True for rows whose tokens were copied from the text, not drawn: each has probability 1 in q. None: no
     row."""
+
+    def first(self, count: int) -> Proposal:
+        """Return the first nodes of a chain, or a whole tree with that number of nodes."""
+        if self.tokens.shape[1] <= count:
+            return self
+        tokens, parents, depths, scores = (x[:, :count] for x in (self.tokens, self.parents, self.depths, self.scores))
+        return replace(self, tokens=tokens, parents=parents, depths=depths, scores=scores)
 
 
 @dataclass(frozen=True)

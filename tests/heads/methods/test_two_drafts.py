@@ -38,6 +38,27 @@ def test_a_row_drafts_by_lookup_after_a_match_and_else_by_the_head() -> None:
     assert both.tokens[1].tolist() == alone.tokens[1].tolist()
 
 
+@pytest.mark.parametrize(("rows", "drafted"), [(1, [16, 16, 8, 4, 3]), (2, [3] * 5)], ids=["one text", "several"])
+def test_where_one_text_is_decoded_a_longer_match_is_followed_by_more_tokens(rows: int, drafted: list[int]) -> None:
+    target, head, found = target_of("llama"), LookupFirst(1, make_drafter("medusa", target_of("llama"))), []
+    for match in (9, 8, 4, 2, 1):
+        state = head.new_state(target.shared, batch_size=rows, capacity=64, shape=parse_shape("chain:3"))
+        head.reset_rows(state, torch.ones(rows, dtype=torch.bool))
+        repeated = [*range(10, 10 + match)]
+        tokens = torch.tensor([[*repeated, 50, 51, *repeated]] * rows)
+        hidden = torch.zeros(rows, tokens.shape[1] - 1, 32, dtype=target.dtype)
+        first = torch.zeros(rows, dtype=torch.int64)
+        head.extend(state, Observation(tokens, hidden[..., :0], hidden, first, first + hidden.shape[1], None))
+        found.append(head.propose(state, greedy).tokens.shape[1] - 1)
+    assert found == drafted
+
+
+def test_a_draft_keeps_its_length_under_rules_by_which_the_text_depends_on_it() -> None:
+    target, head = target_of("llama"), drafter_of("eagle3", match=1)
+    depths = [open_engine(target, head, "chain:3", rule=rule, max_length=64).shape.depth for rule in ("match", "ratio")]
+    assert depths == [16, 3]
+
+
 @pytest.mark.parametrize("skips", [True, False])
 def test_the_head_drafts_only_in_rounds_that_need_it(skips: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU it runs if a row that is not done has no match; in a graph it always runs. The text is the same."""
@@ -57,7 +78,7 @@ def test_the_head_drafts_only_in_rounds_that_need_it(skips: bool, monkeypatch: p
     rounds = engine.timings.rounds
     drew = {o.first_round + n for o in outputs for n, copied in enumerate(o.copied) if not copied}
     assert len(ran) == (len(drew) if skips else rounds) and 0 < len(drew) < rounds
-    alone = [open_engine(target, head, "chain:3", max_length=64).generate([request])[0] for request in requests]
+    alone = [engine.generate([request])[0] for request in requests]
     assert [replace(output, first_round=0) for output in outputs] == alone, "the other row changes nothing"
 
 
