@@ -209,7 +209,8 @@ def line_up(
 ) -> Comparison:
     """Return a comparison without measurements. Prompt i has seed `settings.seed` + i."""
     longest = max(len(prompt.ids) for prompt in prompts)
-    room = longest + settings.max_new_tokens + max(head.longest(shape, settings.batch_size).nodes for head, shape in drafts)
+    nodes = max(head.longest(shape, settings.batch_size).nodes for head, shape in drafts)
+    room = longest + settings.max_new_tokens + nodes
     sampling = settings.sampling_at(temperature)
     requests = [
         Request(

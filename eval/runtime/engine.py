@@ -111,7 +111,7 @@ class Engine:
             warn_once(f"{target.name}: its generation_config.json asks for {', '.join(rest)}: not applied here")
         self.shape = options.shape
         """Shape of the largest draft of a round."""
-        if head is not None and options.rule == "match":  # under other rules a text depends on the lengths of its drafts
+        if head is not None and options.rule == "match":  # under others a text depends on the lengths of its drafts
             self.shape = head.longest(options.shape, options.batch_size)
         self.nodes = self.shape.nodes
         self.on_host = on_host = target.device.type != "cuda"

@@ -12,8 +12,8 @@ depend on the other rows: on a GPU several rows at a time, as many as make CHUNK
 not; on a CPU one row at a time, where a row without a prompt would cost as much as one with it. The head works on a
 whole batch, so it reads the chunks of all new rows together.
 
-Letters: B rows, R rows of a prefill pass, N nodes, at most the shape's, M = depth + 1 tokens a round can emit, or the longest chunk of a
-step, C tokens of a prompt's chunk, D hidden, V vocabulary.
+Letters: B rows, R rows of a prefill pass, N nodes, at most the shape's, M = depth + 1 tokens a round can emit, or the
+longest chunk of a step, C tokens of a prompt's chunk, D hidden, V vocabulary.
 """
 
 from dataclasses import dataclass

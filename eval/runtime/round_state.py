@@ -72,9 +72,7 @@ class Commit:
         self.offsets = torch.arange(depth + 1, device=device)
         self.shown = torch.arange(state.report.shape[1] - 3, device=device)
 
-    def __call__(
-        self, accepted: Tensor, emitted: Tensor, depths: Tensor, copied: Tensor | None = None
-    ) -> CommitResult:
+    def __call__(self, accepted: Tensor, emitted: Tensor, depths: Tensor, copied: Tensor | None = None) -> CommitResult:
         """Commit the accepted tokens to the state, cut at EOS and at the limit.
 
         accepted (B,), emitted (B, M): as in `Acceptance`; depths (B, N), copied (B,): as in `Proposal`.

@@ -159,7 +159,7 @@ class Drafter(ABC):
         return
 
     def longest(self, shape: TreeShape, batch_size: int) -> TreeShape:
-        """Return the longest draft that `propose` may return where drafts of `shape` are asked for: `shape`, or a longer
+        """Return the longest draft that `propose` may return if asked for drafts of `shape`: `shape`, or a longer
         chain."""
         return shape
 

@@ -190,9 +190,9 @@ def behind_lookup(verdict: Verdict, match: int, steps: int) -> Verdict:
     command = verdict.command.replace(DRAFT_TYPE, DRAFT_TYPE.replace("draft-", "ngram-simple,draft-"))
     command += f" --spec-ngram-simple-size-n {match} --spec-ngram-simple-size-m {steps}"
     note = (
-        f"llama.cpp's lookup follows the latest match of {match} tokens, ours the longest, after which it may draft more "
-        f"than {steps}; it drafts no more tokens than stand behind the match, and none if these are fewer than {match}: "
-        "rounds may differ, texts do not"
+        f"llama.cpp's lookup follows the latest match of {match} tokens, ours the longest, after which it may draft "
+        f"more than {steps}; llama.cpp's drafts no more than stand behind the match, and none if these are fewer than "
+        f"{match}: rounds may differ, texts do not"
     )
     return replace(verdict, command=command, notes=(*verdict.notes, note))
 

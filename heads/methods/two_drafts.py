@@ -2,8 +2,8 @@
 
 A row drafts by lookup in the rounds in which the last M tokens, or more, occurred earlier in its text, and by the head
 in all others. The head reads every token that is accepted, whichever drafted it, so that it can draft in any round.
-Both drafts have the length asked for. Where one text is decoded on a CPU, a lookup's draft is longer after a longer match,
-as in SuffixDecoding (arXiv 2411.04975): there the target's pass costs less without the rows that would be rejected.
+Both drafts have the length asked for. Where one text is decoded on a CPU, a lookup's draft is longer after a longer
+match, as in SuffixDecoding (arXiv 2411.04975): the host may look at the match, and no other row pays for the length.
 
 Letters: B batch.
 """
