@@ -94,7 +94,8 @@ class Decoder:
         """Add the accepted tokens to the state, cut at EOS and at the limit, and let the head read the new tokens."""
         chain = is_chain(self.shape)
         path = acceptance.path
-        result = self.update(acceptance.accepted, acceptance.emitted, proposal.depths, proposal.copied)
+        depths = None if chain else proposal.depths
+        result = self.update(acceptance.accepted, acceptance.emitted, depths, proposal.copied)
         if not chain:
             self.target.compact(result.start, path)
         if self.head is None:

@@ -72,10 +72,13 @@ class Commit:
         self.offsets = torch.arange(depth + 1, device=device)
         self.shown = torch.arange(state.report.shape[1] - 3, device=device)
 
-    def __call__(self, accepted: Tensor, emitted: Tensor, depths: Tensor, copied: Tensor | None = None) -> CommitResult:
+    def __call__(
+        self, accepted: Tensor, emitted: Tensor, depths: Tensor | None, copied: Tensor | None = None
+    ) -> CommitResult:
         """Commit the accepted tokens to the state, cut at EOS and at the limit.
 
-        accepted (B,), emitted (B, M): as in `Acceptance`; depths (B, N), copied (B,): as in `Proposal`.
+        accepted (B,), emitted (B, M): as in `Acceptance`; depths (B, N): of each tree's nodes, None if all trees have
+        M - 1 levels; copied (B,): as in `Proposal`.
         """
         state = self.state
         count = accepted + 1
@@ -89,8 +92,8 @@ class Commit:
         if self.depth > 0:  # if the output ends in the round, only the levels up to its end count
             index = state.rounds[:, None]
             state.accepted.scatter_(1, index, torch.minimum(accepted, emitted_count)[:, None])
-            tested = torch.minimum(count, emitted_count).clamp(max=depths.amax(dim=1))
-            state.reached.scatter_(1, index, tested[:, None])
+            levels = emitted.shape[1] - 1 if depths is None else depths.amax(dim=1)
+            state.reached.scatter_(1, index, torch.minimum(count, emitted_count).clamp(max=levels)[:, None])
             if copied is not None:
                 state.copied.scatter_(1, index, copied[:, None])
         state.output.scatter_(1, state.output_length[:, None] + self.offsets[: emitted.shape[1]], emitted)

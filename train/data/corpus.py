@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from eval.data.chat_template import ChatTemplate
 
-VERSION = 10
+VERSION = 9
 """Version of the code that makes documents, part of every fingerprint. Raise it when it makes others."""
 TOO_LONG = "a first prompt that is too long"
 """Reason of a conversation whose first prompt is too long for `prompt_tokens`; it is counted apart."""

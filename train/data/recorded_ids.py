@@ -4,9 +4,8 @@ A text tokenised again need not give the tokens that a model wrote, and says not
 limit. The forms, by their columns:
 
 * `exchanges`: pairs of a prompt and its answer, as `data.regenerate` writes them;
-* a prompt's and its completion's, with a mask of the completion where it holds results of tools, too: `prompt_ids` with
-  `completion_ids` (TRL) or `response_ids` (verl), `prompt_token_ids` with `token_ids` (vLLM);
-* `input_ids` with the labels' mask in one of `MASKS` (`labels`: -100 is no label).
+* `prompt_ids` and `completion_ids`, with a mask of the completion where it holds results of tools, too;
+* `input_ids` with the labels' mask in `loss_mask`, `completion_mask`, `assistant_masks` or `labels` (-100: no label).
   Tokens of `attention_mask` 0 are padding. A packed row is several documents: one begins where `position_ids` begin
   again, or behind as many tokens as `seq_lengths` says.
 """
@@ -14,7 +13,6 @@ limit. The forms, by their columns:
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -30,14 +28,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 EXCHANGES = "exchanges"
-PAIRS = (("prompt_ids", "completion_ids"), ("prompt_ids", "response_ids"), ("prompt_token_ids", "token_ids"))
-"""Columns of a prompt's ids and of its completion's."""
+PROMPT = "prompt_ids"
+COMPLETION = "completion_ids"
 WHOLE = "input_ids"
 ATTENTION = "attention_mask"
 POSITIONS = "position_ids"
 LENGTHS = "seq_lengths"
-MASKS = ("loss_mask", "completion_mask", "response_mask", "assistant_masks", "labels")
-COLUMNS = (EXCHANGES, *chain.from_iterable(PAIRS), WHOLE, ATTENTION, POSITIONS, LENGTHS, *MASKS, "cut", "number")
+MASKS = ("loss_mask", "completion_mask", "assistant_masks", "labels")
+COLUMNS = (EXCHANGES, PROMPT, COMPLETION, WHOLE, ATTENTION, POSITIONS, LENGTHS, *MASKS, "cut", "number")
 """Columns of token ids and of their masks, and what `data.regenerate` writes beside them."""
 IGNORED = -100
 """Value in `labels` of a token that is no label."""
@@ -50,9 +48,8 @@ def form_of(fields: Mapping[str, object]) -> tuple[str, ...]:
     if fields.get(EXCHANGES):
         return (EXCHANGES,)
     masks = tuple(name for name in MASKS if isinstance(fields.get(name), list))
-    for pair in PAIRS:
-        if fields.get(pair[1]) is not None:
-            return (*pair, *masks)
+    if fields.get(COMPLETION) is not None:
+        return (PROMPT, COMPLETION, *masks)
     return (WHOLE, *masks) if masks and fields.get(WHOLE) is not None else ()
 
 

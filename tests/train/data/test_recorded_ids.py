@@ -41,8 +41,6 @@ def test_ids_of_every_form_are_trained_on_as_they_are(template: ChatTemplate) ->
     forms: dict[str, dict[str, Any]] = {
         "exchanges": {"exchanges": [[prompt, answer]]},
         "prompt_ids with completion_ids": {"prompt_ids": prompt, "completion_ids": answer},
-        "prompt_ids with response_ids": {"prompt_ids": prompt, "response_ids": answer},
-        "prompt_token_ids with token_ids": {"prompt_token_ids": prompt, "token_ids": answer},
         "input_ids with loss_mask": {"input_ids": whole, "loss_mask": mask},
         "input_ids with completion_mask": {"input_ids": whole, "completion_mask": mask},
         "input_ids with assistant_masks": {"input_ids": whole, "assistant_masks": mask},
