@@ -11,6 +11,7 @@ values, so that a run that answers again can say what changed.
 
 import hashlib
 import json
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, suppress
@@ -300,16 +301,20 @@ class TargetAnswers:
                     file.write(line)
                 progress.advance()
 
+            begin = time.perf_counter()
             if server is None:
                 self.answer_by_engine(dialogues, write, count)
             else:
                 in_flight = max(1, server.in_flight // self.reader.accelerator.num_processes)
                 name = server.model or target.name
                 with serving(server, target, in_flight, self.longest) as url:
+                    begin = time.perf_counter()  # without the start of an engine
                     answering = AnsweringServer(ServerClient(url), name, target, in_flight)
                     answer_by_server(dialogues, self.request, answering, in_flight, write, count)
         whose = " by the first process" if self.reader.accelerator.num_processes > 1 else ""
-        self.reader.say(f"data.regenerate: {len(missing)} conversations answered{whose}, {num_tokens:,} tokens")
+        rate = num_tokens / (time.perf_counter() - begin)
+        counts = f"{len(missing)} conversations answered{whose}, {num_tokens:,} tokens, {rate:,.0f} tokens/s"
+        self.reader.say(f"data.regenerate: {counts}")
 
     def stored_lines(self) -> Iterator[tuple[int, tuple[Path, int]]]:
         """Yield the number of each stored conversation, with its file and the place of its line in it."""
