@@ -38,7 +38,7 @@ prompt = [place * 37 % 256 for place in range(24)]
 
 
 def compare(layers: int, scaled: bool) -> dict[str, tuple[float, float, int]]:
-    sizes = dict(vocab_size=256, n_embd=64, n_layer=layers, n_head=4, n_positions=64)
+    sizes = dict(vocab_size=256, n_embd=64, n_layer=layers, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2)
     model = GPT2LMHeadModel(GPT2Config(**sizes, scale_attn_by_inverse_layer_idx=scaled)).eval()
     generator = torch.Generator().manual_seed(0)
     for weight in model.parameters():

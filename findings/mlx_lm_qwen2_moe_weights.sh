@@ -52,8 +52,8 @@ for kind, make in ((Qwen3MoeForCausalLM, Qwen3MoeConfig), (Qwen2MoeForCausalLM, 
             model.save_pretrained("model")
             config = json.loads(Path("model/config.json").read_text())
             assert config["norm_topk_prob"] is norm
-            # The base of the rotary embeddings under its former name, as the published models have it.
-            config["rope_theta"] = config["rope_parameters"]["rope_theta"]
+            # Two settings under their former names, as the published models have them.
+            config |= {"rope_theta": config["rope_parameters"]["rope_theta"], "num_experts": sizes["num_experts"]}
             Path("model/config.json").write_text(json.dumps(config))
             found = np.array(load_model(Path("model"))[0](mx.array([prompt]))[0])
             right = logits(norm)
