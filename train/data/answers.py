@@ -285,13 +285,15 @@ class TargetAnswers:
     def generate_missing(self, missing: Collection[int], path: Path) -> None:
         """Generate the answers to the conversations with these numbers, and append each to a file when complete."""
         num_tokens = 0
+        begin = end = time.perf_counter()
         server, target = self.settings.server, self.target
         dialogues = ((number, dialogue) for number, dialogue in enumerate(self.dialogues()) if number in missing)
         with Progress("data.regenerate: answered conversations", len(missing)) as progress:
 
             def count(tokens: int) -> None:
-                nonlocal num_tokens
+                nonlocal num_tokens, end
                 num_tokens += tokens
+                end = time.perf_counter()
                 progress.tell(f"{num_tokens:,} tokens")
 
             def write(number: int, dialogue: Dialogue) -> None:
@@ -301,7 +303,6 @@ class TargetAnswers:
                     file.write(line)
                 progress.advance()
 
-            begin = time.perf_counter()
             if server is None:
                 self.answer_by_engine(dialogues, write, count)
             else:
@@ -312,9 +313,8 @@ class TargetAnswers:
                     answering = AnsweringServer(ServerClient(url), name, target, in_flight)
                     answer_by_server(dialogues, self.request, answering, in_flight, write, count)
         whose = " by the first process" if self.reader.accelerator.num_processes > 1 else ""
-        rate = num_tokens / (time.perf_counter() - begin)
-        counts = f"{len(missing)} conversations answered{whose}, {num_tokens:,} tokens, {rate:,.0f} tokens/s"
-        self.reader.say(f"data.regenerate: {counts}")
+        rate = f", {num_tokens / (end - begin):,.0f} tokens/s" if num_tokens else ""
+        self.reader.say(f"data.regenerate: {len(missing)} conversations answered{whose}, {num_tokens:,} tokens{rate}")
 
     def stored_lines(self) -> Iterator[tuple[int, tuple[Path, int]]]:
         """Yield the number of each stored conversation, with its file and the place of its line in it."""
